@@ -1,0 +1,355 @@
+"""`DFlashDraftModel`: the drafter's forward pass, and nothing about decoding or training.
+
+Block diffusion conditioned on the target's hidden states (DFlash, arXiv 2602.06036). Every draft layer attends from the
+block to the context features of the positions before the anchor and to the block itself; the context is projected to
+keys and values by each layer but never passes through its input norm or MLP. Parameter names are z-lab's, so a
+checkpoint in their layout is this model's state dict.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .checkpoints.zlab import KEY_MAPPING
+from .configuration_dflash import DFlashConfig
+from .draft_cache import DraftCache
+from .errors import CheckpointError, DFlashError
+from .masks import block_visibility, to_additive
+
+
+class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary tables whose inverse frequencies stay in fp32 when the model is cast (rounding them costs 3e-2)."""
+
+    def _apply(self, fn, recurse: bool = True):
+        exact = {name: getattr(self, name) for name in ("inv_freq", "original_inv_freq")}
+        super()._apply(fn, recurse)
+        for name, value in exact.items():
+            if not value.is_meta:
+                setattr(self, name, value.to(device=getattr(self, name).device))
+        return self
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of `states [b, heads, n, head_dim]` with `cos`, `sin` of shape [b, n, head_dim]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return states * cos + rotate_half(states) * sin
+
+
+class DFlashAttention(nn.Module):
+    """Attention from the block to the cached context, the new context rows and the block itself."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = config.layer_is_causal(layer_idx)
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def keys_and_values(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normed, rotated) and values `[b, kv_heads, n, head_dim]` of `states [b, n, H]`."""
+        shape = (*states.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
+        values = self.v_proj(states).view(shape).transpose(1, 2)
+        return rotate(keys, cos, sin), values
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        masks: BlockMasks,
+        cache: Any,
+    ) -> torch.Tensor:
+        """`block [b, B, H]` (normed) and `context [b, n, H]` -> `[b, B, H]`."""
+        cos, sin = position_embeddings
+        length = block.shape[1]
+        shape = (*block.shape[:-1], -1, self.head_dim)
+        queries = self.q_norm(self.q_proj(block).view(shape)).transpose(1, 2)
+        queries = rotate(queries, cos[:, -length:], sin[:, -length:])
+        keys, values = self.keys_and_values(torch.cat([context, block], dim=1), cos, sin)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        implementation = self.config._attn_implementation
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        output, _ = attention(
+            self,
+            queries,
+            keys,
+            values,
+            masks.of_layer(self, num_keys=keys.shape[2]),
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            is_causal=self.is_causal,
+        )
+        return self.o_proj(output.reshape(*block.shape[:-1], -1))
+
+
+class BlockMasks:
+    """The attention mask of each draft layer, built once for all layers that share one.
+
+    Args:
+        attention_mask: what the caller of `DFlashDraftModel.forward` gave.
+        block_length: B, the number of query rows.
+        total_length: context rows seen so far (cached ones included) plus B.
+    """
+
+    def __init__(self, attention_mask: Any, *, block: torch.Tensor, total_length: int, implementation: str):
+        self.given = attention_mask
+        self.block = block
+        self.total_length = total_length
+        self.implementation = implementation or "eager"
+        self._built: dict[tuple, torch.Tensor | None] = {}
+
+    def of_layer(self, layer: DFlashAttention, *, num_keys: int) -> Any:
+        """Mask for this layer's attention call, in the form that the attention implementation takes."""
+        given = self.given
+        if isinstance(given, dict):
+            given = given[self.layer_type(layer)]
+        if given is not None and (not isinstance(given, torch.Tensor) or given.dim() == 4):
+            return self._as_implementation_takes_it(given)
+        if "flash" in self.implementation:  # takes causality, window and the 2-D padding mask by themselves
+            return given
+        key = (layer.is_causal, layer.sliding_window, num_keys)
+        if key not in self._built:
+            visible = block_visibility(
+                block_length=self.block.shape[1],
+                num_keys=num_keys,
+                is_causal=layer.is_causal,
+                sliding_window=layer.sliding_window,
+                padding_mask=None if given is None else given[:, self.total_length - num_keys : self.total_length],
+                device=self.block.device,
+            )
+            self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
+        return self._built[key]
+
+    def _as_implementation_takes_it(self, mask: Any) -> Any:
+        if not isinstance(mask, torch.Tensor):
+            return mask  # a BlockMask
+        if "flash" in self.implementation:
+            raise DFlashError(
+                f"attn_implementation {self.implementation!r} takes no 4-D mask. Use 'sdpa', 'eager' or "
+                "'flex_attention' for training."
+            )
+        if mask.dtype == torch.bool and self.implementation == "eager":
+            return to_additive(mask, dtype=self.block.dtype)  # eager adds its mask to the scores
+        return mask
+
+    @staticmethod
+    def layer_type(layer: DFlashAttention) -> str:
+        """The key of a per-layer-type mask dictionary."""
+        return "full_attention" if layer.sliding_window is None else "sliding_attention"
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """One draft layer: attention over context and block, then a SwiGLU MLP on the block."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        masks: BlockMasks,
+        cache: Any,
+    ) -> torch.Tensor:
+        """`block [b, B, H]`, `context [b, n, H]` -> `[b, B, H]`."""
+        block = block + self.self_attn(self.input_layernorm(block), context, position_embeddings, masks, cache)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class DFlashPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know about the drafter."""
+
+    config_class = DFlashConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = False
+
+
+class DFlashDraftModel(DFlashPreTrainedModel):
+    """A DFlash drafter. It has no embedding and no output head: it borrows the target's.
+
+    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`.
+
+    Attributes:
+        generation_config: transformers' `GenerationConfig`. `block_size` on it runs the drafter with a smaller block
+            than it was trained with.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        config.check()
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.generation_config = GenerationConfig()
+        self._generation_stats: dict[int, Any] = {}
+        self.post_init()
+
+    @property
+    def last_generation_stats(self):
+        """`GenerationStats` of this thread's latest `generate` call with this drafter; None before the first."""
+        return self._generation_stats.get(threading.get_ident())
+
+    def new_cache(self) -> DraftCache:
+        """An empty cache for context keys and values."""
+        return DraftCache(num_layers=self.config.num_hidden_layers)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+    ) -> BaseModelOutput:
+        """Hidden states of a block of draft slots.
+
+        Args:
+            noise_embeds: `[b, B, H]`, target embeddings of the anchor and B - 1 mask tokens.
+            context_hidden_states: `[b, n, K * H_t]`, the target's tapped states of the positions that are not in the
+                cache yet, concatenated over the taps; n may be 0.
+            position_ids: `[b, n + B]`, absolute positions of the new context rows, then of the block. By default they
+                follow the cache.
+            attention_mask: None; padding of shape `[b, cached + n + B]` (1 is visible); a 4-D mask
+                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; or a dictionary
+                of these by layer type.
+            cache: `DraftCache`, or a transformers cache. Context and block are appended to it; the caller crops the
+                block's B rows before the next round.
+            past_key_values: the name under which transformers before 5.24 passes the cache.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state [b, B, H]`, after the final norm.
+        """
+        cache = past_key_values if cache is None else cache
+        dtype = self.norm.weight.dtype
+        context = self.project_context(context_hidden_states)
+        block = noise_embeds if torch.is_autocast_enabled(noise_embeds.device.type) else noise_embeds.to(dtype)
+        cached = cache.get_seq_length() if cache is not None else 0
+        new_rows = context.shape[1] + block.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(cached, cached + new_rows, device=block.device)[None]
+        position_embeddings = self.rotary_emb(block, position_ids)
+        masks = BlockMasks(
+            attention_mask,
+            block=block,
+            total_length=cached + new_rows,
+            implementation=self.config._attn_implementation,
+        )
+        for layer in self.layers:
+            block = layer(block, context, position_embeddings, masks, cache)
+        return BaseModelOutput(last_hidden_state=self.norm(block))
+
+    def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Context features `hidden_norm(fc(.))`: raw concat `[b, n, K * H_t]` -> `[b, n, H]`, cast to the drafter's dtype."""
+        return self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+
+    def append_context(
+        self, context_hidden_states: torch.Tensor, *, position_ids: torch.LongTensor, cache: DraftCache
+    ) -> None:
+        """Take features into the cache without a block (chunked prefill, sessions).
+
+        Args:
+            context_hidden_states: `[b, n, K * H_t]` raw concat.
+            position_ids: `[b, n]` absolute positions.
+            cache: extended by n rows in every layer.
+        """
+        context = self.project_context(context_hidden_states)
+        cos, sin = self.rotary_emb(context, position_ids)
+        for index, layer in enumerate(self.layers):
+            keys, values = layer.self_attn.keys_and_values(context, cos, sin)
+            cache.update(keys, values, index)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> DFlashDraftModel:
+        """Load a drafter from a folder or a Hub repository, without remote code.
+
+        Takes the keywords of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
+
+        Raises:
+            CheckpointError: if a tensor is missing, unknown or of the wrong shape; a half-loaded drafter would accept
+                nothing and say nothing.
+        """
+        kwargs.setdefault("key_mapping", KEY_MAPPING)
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        _require_complete(pretrained_model_name_or_path, info)
+        hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        except OSError:  # the file is optional: published drafters have none
+            pass
+        return (model, info) if with_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
+        """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True) and self.generation_config.to_diff_dict().keys() - {
+            "transformers_version",
+            "_from_model_config",
+        }:
+            self.generation_config.save_pretrained(save_directory)
+
+
+def _require_complete(source: str, info: dict[str, Any]) -> None:
+    remedy = "The files are not a complete drafter of a layout that dflash_hf reads."
+    for kind in ("missing_keys", "unexpected_keys"):
+        names = sorted(info[kind])
+        if names:
+            word = "is missing" if kind == "missing_keys" else "is unknown"
+            raise CheckpointError(
+                f"Tensor {names[0]!r} {word} in {source} ({len(names)} such tensors in all). {remedy}"
+            )
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"Tensor {name!r} in {source} has shape {tuple(found)}; config.json asks for {tuple(expected)}. {remedy}"
+        )

@@ -1,0 +1,223 @@
+"""Everything that dflash_hf needs from a target model: layers, embedding, head, feature hooks, compatibility check."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .configuration_dflash import DFlashConfig
+from .errors import TargetMismatchError
+
+# Embedding tables are padded to a multiple of some power of two; a larger difference is another vocabulary.
+VOCABULARY_PADDING = 1024
+
+_LAYER_LIST_NAMES = ("layers", "h", "blocks", "block")
+
+
+def decoder_layers(target: nn.Module) -> nn.ModuleList:
+    """The target's decoder layers, in order.
+
+    Raises:
+        TargetMismatchError: if they cannot be found.
+    """
+    decoder = target.get_decoder()
+    count = target.config.get_text_config(decoder=True).num_hidden_layers
+    candidates = [decoder, *(module for name, module in decoder.named_children() if not isinstance(module, nn.ModuleList))]
+    for module in candidates:
+        for name in _LAYER_LIST_NAMES:
+            layers = getattr(module, name, None)
+            if isinstance(layers, nn.ModuleList) and len(layers) == count:
+                return layers
+    raise TargetMismatchError(
+        f"No list of {count} decoder layers was found in {type(target).__name__}, so its hidden states cannot be "
+        "tapped. dflash_hf needs a decoder-only transformers model."
+    )
+
+
+def embed_tokens(target: nn.Module, token_ids: torch.LongTensor, *, scale: float | None) -> torch.Tensor:
+    """Embeddings of draft slots, `[..., H]` for ids `[...]`.
+
+    Args:
+        scale: the drafter's `input_embedding_scale`: raw rows of the table times this. None means what the target's
+            embedding module returns, with a norm that wraps the embedding (Muse) bypassed.
+    """
+    embedding = target.get_input_embeddings()
+    if scale is not None:
+        rows = functional.embedding(token_ids.to(embedding.weight.device), embedding.weight)
+        return rows if scale == 1.0 else rows * scale
+    norm = getattr(embedding, "embed_norm", None)
+    if norm is None:
+        return embedding(token_ids.to(embedding.weight.device))
+    embedding.embed_norm = nn.Identity()
+    try:
+        return embedding(token_ids.to(embedding.weight.device))
+    finally:
+        embedding.embed_norm = norm
+
+
+class OutputHead:
+    """The target's output head with the transform that its own forward applies to the logits, for draft hidden states.
+
+    Args:
+        target: the target model.
+        config: the drafter's; its own multiplier and softcap, where present, replace the target's transform.
+    """
+
+    def __init__(self, target: nn.Module, config: DFlashConfig):
+        head = target.get_output_embeddings()
+        if head is None:
+            raise TargetMismatchError(
+                f"{type(target).__name__} has no output head (get_output_embeddings() is None). Load the target with "
+                "its language-model head, for example through AutoModelForCausalLM."
+            )
+        self.head = head
+        text = target.config.get_text_config(decoder=True)
+        self.multiplier, self.softcap = config.output_multiplier, config.final_logit_softcapping
+        if self.multiplier is None and self.softcap is None:
+            self.softcap = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
+            if getattr(text, "logit_scale", None):  # Cohere
+                self.multiplier = text.logit_scale
+            elif getattr(text, "logits_scaling", None):  # Granite
+                self.multiplier = 1.0 / text.logits_scaling
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Draft logits `[..., V]` of `hidden_states [..., H]`, in the head's dtype."""
+        weight = self.head.weight
+        if weight.is_floating_point() and not torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(weight.dtype)
+        return self.transform(self.head(hidden_states))
+
+    def rows(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight rows `[v, H]` and bias `[v]` of some tokens, for logits over a part of the vocabulary."""
+        bias = getattr(self.head, "bias", None)
+        return self.head.weight[token_ids], None if bias is None else bias[token_ids]
+
+    def transform(self, logits: torch.Tensor) -> torch.Tensor:
+        """Multiplier, then softcap."""
+        if self.multiplier is not None and self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class FeatureCapture:
+    """Reads the tapped hidden states of a target by forward hooks, only inside `recording()`, only for this thread.
+
+    A hook on the layer itself gives the raw state also for the last layer, where `hidden_states[-1]` has the final norm
+    applied, and leaves `output_hidden_states` to the user. Forward passes outside `recording()` (a logits processor
+    that runs the model, another thread) are not seen.
+
+    Args:
+        target: the target model.
+        layer_ids: taps, -1 for the embedding output.
+    """
+
+    def __init__(self, target: nn.Module, layer_ids: list[int]):
+        self.layers = decoder_layers(target)
+        self.layer_ids = list(layer_ids)
+        self._thread = threading.get_ident()
+        self._recording = False
+        self._states: dict[int, torch.Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> FeatureCapture:
+        for layer_id in sorted(set(self.layer_ids)):
+            if layer_id == -1:
+                hook = self.layers[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
+            else:
+                hook = self.layers[layer_id].register_forward_hook(self._recorder(layer_id))
+            self._handles.append(hook)
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._states.clear()
+
+    def _active(self) -> bool:
+        return self._recording and threading.get_ident() == self._thread
+
+    def _recorder(self, layer_id: int):
+        def record(module, inputs, output):
+            if self._active():
+                self._states[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+
+        return record
+
+    def _record_input(self, module, inputs, keywords):
+        if self._active():
+            self._states[-1] = inputs[0] if inputs else keywords["hidden_states"]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the one target forward pass that runs inside."""
+        self._states.clear()
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """The recorded states `[b, n, K * H_t]` on `device`, concatenated over the taps; they are forgotten here.
+
+        Raises:
+            TargetMismatchError: if a tapped layer did not run.
+        """
+        states = self._states
+        for layer_id in self.layer_ids:
+            if layer_id not in states:
+                raise TargetMismatchError(
+                    f"Target layer {layer_id} gave no hidden state in its last forward pass. Hooks do not run inside a "
+                    "target that was compiled before; compile it with torch._dynamo.config.skip_nnmodule_hook_guards "
+                    "off, or pass the uncompiled model."
+                )
+        features = torch.cat([states[layer_id].to(device) for layer_id in self.layer_ids], dim=-1)
+        states.clear()
+        return features
+
+
+def check_compatibility(config: DFlashConfig, target: nn.Module) -> None:
+    """Check that a drafter with `config` can read and propose for `target`.
+
+    Raises:
+        TargetMismatchError: naming the value, the limit and the remedy.
+    """
+    text = target.config.get_text_config(decoder=True)
+    name = f"{type(target).__name__} {getattr(target.config, '_name_or_path', '') or ''}".strip()
+    trained_for = f" It was trained for {config.target_name_or_path}." if config.target_name_or_path else ""
+    if text.hidden_size != config.target_hidden_size:
+        raise TargetMismatchError(
+            f"The drafter reads hidden states of width {config.target_hidden_size}, but {name} has hidden size "
+            f"{text.hidden_size}. Use the drafter with the target it was trained for.{trained_for}"
+        )
+    rows, width = target.get_input_embeddings().weight.shape
+    if width != config.hidden_size:
+        raise TargetMismatchError(
+            f"The drafter has hidden size {config.hidden_size} and borrows embedding and head of {name}, whose width is "
+            f"{width}. A drafter without its own embedding needs the target's width.{trained_for}"
+        )
+    for layer_id in config.target_layer_ids:
+        if layer_id >= text.num_hidden_layers:
+            raise TargetMismatchError(
+                f"The drafter taps target layer {layer_id}, but {name} has {text.num_hidden_layers} layers (ids 0 to "
+                f"{text.num_hidden_layers - 1}). Use the drafter with the target it was trained for.{trained_for}"
+            )
+    if config.mask_token_id >= rows:
+        raise TargetMismatchError(
+            f"mask_token_id {config.mask_token_id} is outside the embedding of {name} ({rows} rows). The drafter was "
+            f"trained with a larger embedding; use the target it was trained for.{trained_for}"
+        )
+    if abs(rows - config.vocab_size) >= VOCABULARY_PADDING:
+        raise TargetMismatchError(
+            f"The drafter was trained for a vocabulary of {config.vocab_size} tokens, but {name} has {rows}, which "
+            f"padding (less than {VOCABULARY_PADDING} rows) does not explain. Their token ids differ; use the target it "
+            f"was trained for.{trained_for}"
+        )
