@@ -23,9 +23,7 @@ class DraftCache:
         """Rows held by a layer."""
         return self._lengths[layer_idx]
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `keys`, `values` `[b, kv_heads, n, head_dim]`; returns all rows, `[b, kv_heads, length, head_dim]` each."""
         start = self._lengths[layer_idx]
         end = start + keys.shape[2]

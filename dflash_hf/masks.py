@@ -44,6 +44,4 @@ def block_visibility(
 
 def to_additive(visible: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """A boolean mask (True is visible) as numbers to add to attention scores: 0 and the dtype's minimum."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)

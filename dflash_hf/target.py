@@ -28,7 +28,10 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
     """
     decoder = target.get_decoder()
     count = target.config.get_text_config(decoder=True).num_hidden_layers
-    candidates = [decoder, *(module for name, module in decoder.named_children() if not isinstance(module, nn.ModuleList))]
+    candidates = [
+        decoder,
+        *(module for name, module in decoder.named_children() if not isinstance(module, nn.ModuleList)),
+    ]
     for module in candidates:
         for name in _LAYER_LIST_NAMES:
             layers = getattr(module, name, None)
@@ -124,7 +127,7 @@ class FeatureCapture:
         self.layer_ids = list(layer_ids)
         self._thread = threading.get_ident()
         self._recording = False
-        self._states: dict[int, torch.Tensor] = {}
+        self._states: dict[int, list[torch.Tensor]] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> FeatureCapture:
@@ -147,17 +150,18 @@ class FeatureCapture:
     def _recorder(self, layer_id: int):
         def record(module, inputs, output):
             if self._active():
-                self._states[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+                state = output if isinstance(output, torch.Tensor) else output[0]
+                self._states.setdefault(layer_id, []).append(state)
 
         return record
 
     def _record_input(self, module, inputs, keywords):
         if self._active():
-            self._states[-1] = inputs[0] if inputs else keywords["hidden_states"]
+            self._states.setdefault(-1, []).append(inputs[0] if inputs else keywords["hidden_states"])
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the one target forward pass that runs inside."""
+        """Record the target's forward passes that run inside: one, or the chunks of a prefill in order."""
         self._states.clear()
         self._recording = True
         try:
@@ -179,7 +183,9 @@ class FeatureCapture:
                     "target that was compiled before; compile it with torch._dynamo.config.skip_nnmodule_hook_guards "
                     "off, or pass the uncompiled model."
                 )
-        features = torch.cat([states[layer_id].to(device) for layer_id in self.layer_ids], dim=-1)
+        taps = [states[layer_id] for layer_id in self.layer_ids]
+        taps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in taps]
+        features = torch.cat([tap.to(device) for tap in taps], dim=-1)
         states.clear()
         return features
 

@@ -8,7 +8,14 @@ from datasets import Dataset
 
 from ..errors import DatasetError
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool", "user": "user", "assistant": "assistant"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "user": "user",
+    "assistant": "assistant",
+}
 
 
 def prepare_dataset(dataset: Dataset, tokenizer: Any = None, *, max_length: int | None = None) -> Dataset:

@@ -1,0 +1,57 @@
+"""What several commands share: loading a target, reporting errors of the package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from ..errors import DFlashError
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def reports_errors(command: Callable) -> Callable:
+    """Print the package's own errors as one message and exit with 1; anything else keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except DFlashError as error:
+            errors.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+            raise typer.Exit(1) from error
+
+    return run
+
+
+def gguf_file_in(target: str, gguf_file: str | None) -> str | None:
+    """The GGUF file to load from `target`: the one named, or the only one in a folder that has no config.json."""
+    folder = Path(target)
+    if gguf_file is not None or not folder.is_dir() or (folder / "config.json").exists():
+        return gguf_file
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        raise DFlashError(
+            f"{target} holds {len(found)} GGUF files; name one with --gguf-file: {[f.name for f in found]}"
+        )
+    return found[0].name if found else None
+
+
+def load_target(target: str, *, gguf_file: str | None, dtype: str, device_map: str | None = None):
+    """Target model and tokenizer from a Hub repository, a folder, or a GGUF file in either.
+
+    Returns:
+        `(model, tokenizer)`.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"gguf_file": gguf} if (gguf := gguf_file_in(target, gguf_file)) else {}
+    with console.status(f"Loading the target {target}"):
+        tokenizer = AutoTokenizer.from_pretrained(target, **where)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map, **where)
+    return model.eval(), tokenizer

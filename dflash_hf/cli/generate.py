@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def generate(target: str) -> None:
+    pass

@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def info(drafter: str) -> None:
+    pass

@@ -1,0 +1,22 @@
+"""The `dflash-hf` command: names only; a command's module is imported when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from .generate import generate
+from .info import info
+from .train import train
+
+app = typer.Typer(
+    help="DFlash drafters for Hugging Face transformers: train them, look at them, generate with them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(generate)
+app.command()(train)
+app.command()(info)
+
+if __name__ == "__main__":
+    app()

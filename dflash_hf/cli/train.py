@@ -1,0 +1,143 @@
+"""`dflash-hf train`: train a drafter for a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from .common import console, load_target, reports_errors
+
+
+@reports_errors
+def train(
+    target: Annotated[str, typer.Option(help="Target: Hub repository or folder (a folder with one GGUF file too).")],
+    data: Annotated[str, typer.Option(help="Hub dataset, .json/.jsonl/.parquet file, or folder of `datasets`.")],
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints and the trained drafter.")],
+    mask_token_id: Annotated[
+        Optional[int], typer.Option(help="Reserved id that the tokenizer never emits (required for a new drafter).")
+    ] = None,
+    init_from: Annotated[Optional[str], typer.Option(help="Start from this drafter and keep its taps.")] = None,
+    layers: Annotated[int, typer.Option(help="Draft layers of a new drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(help="Block size of a new drafter, anchor included.")] = 16,
+    taps: Annotated[Optional[str], typer.Option(help="Tapped target layers, e.g. 1,8,14,20,27.")] = None,
+    target_name: Annotated[Optional[str], typer.Option(help="Target name to record in the drafter's config.")] = None,
+    gguf_file: Annotated[Optional[str], typer.Option(help="GGUF file inside the target.")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of the target: auto, float32, bfloat16.")] = "auto",
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    eval_data: Annotated[Optional[str], typer.Option(help="Dataset to evaluate on.")] = None,
+    eval_examples: Annotated[int, typer.Option(help="Without --eval-data: hold this many last examples out.")] = 0,
+    max_length: Annotated[int, typer.Option(help="Longest example, in tokens.")] = 3072,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 6.0,
+    max_steps: Annotated[int, typer.Option(help="Updates in all; overrides --epochs.")] = -1,
+    batch_size: Annotated[int, typer.Option(help="Examples in one forward pass.")] = 4,
+    accumulate: Annotated[int, typer.Option(help="Forward passes in one update.")] = 1,
+    anchors: Annotated[int, typer.Option(help="Blocks drawn from an example in each epoch.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 6e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    muon_learning_rate: Annotated[float, typer.Option(help="Muon's learning rate.")] = 2e-3,
+    muon_fp32: Annotated[bool, typer.Option("--muon-fp32", help="Muon's iteration in fp32.")] = False,
+    decay_gamma: Annotated[Optional[float], typer.Option(help="Decay of the loss weights, in slots.")] = None,
+    loss_vocab_size: Annotated[
+        Optional[int], typer.Option(help="Loss over this many most frequent tokens of the data.")
+    ] = None,
+    features: Annotated[str, typer.Option(help="Target features: online, memory or disk.")] = "online",
+    features_dir: Annotated[Optional[str], typer.Option(help="Folder of the feature store.")] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="bf16 autocast.")] = False,
+    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save memory.")] = False,
+    log_every: Annotated[int, typer.Option(help="Updates between log lines.")] = 10,
+    eval_every: Annotated[int, typer.Option(help="Updates between evaluations; 0: at the end only.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Updates between checkpoints; 0: none.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order and anchors.")] = 42,
+) -> None:
+    """Train a drafter on the target's own responses."""
+    import torch
+    from transformers import set_seed
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from dflash_hf import DFlashConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+
+    from ..data.sources import load_rows
+    from ..errors import DFlashError
+    from .progress import RichProgress
+
+    target_model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype)
+    set_seed(seed)
+    if init_from is not None:
+        drafter = DFlashDraftModel.from_pretrained(init_from, dtype=torch.float32)
+    else:
+        if mask_token_id is None:
+            raise DFlashError(
+                "--mask-token-id is needed for a new drafter: the id of a reserved token that the tokenizer never emits. "
+                f"Added tokens of this tokenizer: {dict(sorted(tokenizer.get_added_vocab().items())[:24])}"
+            )
+        config = DFlashConfig.from_target(
+            target_model.config,
+            mask_token_id=mask_token_id,
+            num_hidden_layers=layers,
+            block_size=block_size,
+            target_layer_ids=[int(part) for part in taps.split(",")] if taps else None,
+        )
+        drafter = DFlashDraftModel(config)
+    if target_name is not None:
+        drafter.config.target_name_or_path = target_name
+    rows = load_rows(data, split=split)
+    held_out = None if eval_data is None else load_rows(eval_data, split=split)
+    if held_out is None and eval_examples > 0:
+        if eval_examples >= len(rows):
+            raise DFlashError(f"--eval-examples {eval_examples} leaves nothing of {len(rows)} examples to train on.")
+        held_out = rows.select(range(len(rows) - eval_examples, len(rows)))
+        rows = rows.select(range(len(rows) - eval_examples))
+    args = DFlashTrainingArguments(
+        output_dir=str(output),
+        max_length=max_length,
+        num_train_epochs=epochs,
+        max_steps=max_steps,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
+        gradient_accumulation_steps=accumulate,
+        num_anchors=anchors,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
+        muon_learning_rate=muon_learning_rate,
+        muon_fp32=muon_fp32,
+        decay_gamma=decay_gamma,
+        loss_vocab_size=loss_vocab_size,
+        features=features,
+        features_dir=features_dir,
+        bf16=bf16,
+        gradient_checkpointing=gradient_checkpointing,
+        logging_steps=log_every,
+        eval_strategy="steps" if eval_every and held_out is not None else "no",
+        eval_steps=eval_every or None,
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or 500,
+        save_total_limit=2,
+        seed=seed,
+        report_to="none",
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    trainer = DFlashTrainer(
+        model=drafter,
+        target_model=target_model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[RichProgress(console)],
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    count = sum(parameter.numel() for parameter in drafter.parameters())
+    console.print(
+        f"{count / 1e6:.1f} M parameters, {drafter.config.num_hidden_layers} layers, block {drafter.config.block_size}, "
+        f"taps {drafter.config.target_layer_ids}; {len(trainer.train_dataset)} training examples"
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    if held_out is not None:
+        trainer.evaluate()
+    trainer.save_model(str(output))
+    trainer.save_state()
+    console.print(f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}")

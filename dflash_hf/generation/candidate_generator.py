@@ -1,0 +1,128 @@
+"""`DFlashCandidateGenerator`: one draft block from the target's features and the newest token."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..errors import DFlashConfigError
+from ..modeling_dflash import DFlashDraftModel
+from ..target import OutputHead, embed_tokens
+from .processors import Processors
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """Proposes the tokens after the newest one (the anchor) in one draft forward pass.
+
+    Features of accepted positions are handed over by `add_context`; the drafter's cache holds their keys and values, the
+    block's own are dropped after each proposal.
+
+    Args:
+        drafter: the draft model. `generation_config.block_size` on it shortens the block.
+        target: the model whose embedding and head it borrows.
+        processors: the call's logits processors.
+        do_sample: sample from q, or take the largest logit.
+
+    Raises:
+        DFlashConfigError: if the inference block size is not between 2 and the trained one.
+    """
+
+    requires_model_outputs = False
+
+    def __init__(self, drafter: DFlashDraftModel, target: nn.Module, *, processors: Processors, do_sample: bool):
+        config = drafter.config
+        self.drafter = drafter
+        self.target = target
+        self.processors = processors
+        self.do_sample = do_sample
+        self.block_size = _inference_block_size(drafter)
+        self.device = drafter.norm.weight.device
+        self.head = OutputHead(target, config)
+        self.head_device = target.get_output_embeddings().weight.device
+        self.embedding_scale = config.input_embedding_scale
+        self.cache = drafter.new_cache()
+        masks = torch.full((1, self.block_size), config.mask_token_id)
+        # The mask rows are the same in every round; only slot 0 changes.
+        self._block = embed_tokens(target, masks, scale=self.embedding_scale).to(self.device).clone()
+        self._offsets = torch.arange(self.block_size, device=self.device)
+        self._features: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+
+    def add_context(self, features: torch.Tensor, position_ids: torch.LongTensor) -> None:
+        """Take the features of positions that were accepted.
+
+        Args:
+            features: `[1, n, K * H_t]` raw concat.
+            position_ids: `[1, n]`, absolute.
+        """
+        if self._features is not None:  # a round without a proposal left its features here
+            self.drafter.append_context(self._features, position_ids=self._positions, cache=self.cache)
+        self._features, self._positions = features, position_ids.to(self.device)
+
+    def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
+        """Raw draft logits `[num_tokens, V]` for the tokens after `anchor [1, 1]`.
+
+        The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
+        """
+        self._block[:, :1] = embed_tokens(self.target, anchor, scale=self.embedding_scale).to(self.device)
+        length = self.cache.get_seq_length() + self._features.shape[1]
+        block_positions = self._positions[:, -1:] + 1 + self._offsets
+        hidden = self.drafter(
+            self._block,
+            self._features,
+            position_ids=torch.cat([self._positions, block_positions], dim=1),
+            cache=self.cache,
+        ).last_hidden_state
+        self._features = self._positions = None
+        self.cache.crop(length)
+        return self.head(hidden[0, 1 : 1 + num_tokens].to(self.head_device))
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, num_tokens: int | None = None
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Propose up to B - 1 tokens after `input_ids`.
+
+        Args:
+            input_ids: `[1, L]`; the last one is the anchor.
+            num_tokens: how many to propose; by default B - 1.
+
+        Returns:
+            candidate ids `[1, L + num_tokens]`, and when sampling the scores `[num_tokens, V]` whose softmax is q.
+        """
+        num_tokens = self.block_size - 1 if num_tokens is None else num_tokens
+        logits = self.draft_logits(input_ids[:, -1:], num_tokens).to(input_ids.device)
+        processors = self.processors
+        if processors.draft_rowwise:
+            if not self.do_sample and not processors.draft:
+                return torch.cat([input_ids, logits.argmax(dim=-1)[None]], dim=1), None
+            scores = processors.on_rows(input_ids, logits.float(), draft=True)
+            tokens = self._choose(scores)
+            return torch.cat([input_ids, tokens[None]], dim=1), scores if self.do_sample else None
+        # A processor looks at the prefix: slot k's prefix holds the tokens chosen for the slots before it.
+        rows = []
+        for logits_row in logits.float():
+            rows.append(processors.draft(input_ids, logits_row[None]))
+            input_ids = torch.cat([input_ids, self._choose(rows[-1])[None]], dim=1)
+        return input_ids, torch.cat(rows) if self.do_sample else None
+
+    def _choose(self, scores: torch.Tensor) -> torch.LongTensor:
+        if not self.do_sample:
+            return scores.argmax(dim=-1)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """Part of transformers' interface; the block length is fixed here."""
+
+
+def _inference_block_size(drafter: DFlashDraftModel) -> int:
+    trained = drafter.config.block_size
+    block_size = getattr(drafter.generation_config, "block_size", None) or trained
+    if not 2 <= block_size <= trained:
+        raise DFlashConfigError(
+            f"generation_config.block_size is {block_size}; this drafter was trained with blocks of {trained}, so it runs "
+            f"with 2 to {trained}."
+        )
+    return block_size

@@ -1,0 +1,151 @@
+"""The one place that touches transformers: `generate(assistant_model=<DFlashDraftModel>)` and the Auto classes.
+
+Two methods of `GenerationMixin` are wrapped behind an isinstance gate: the assisted decoding loop, and the validation
+before it, which would refuse drafters without a vocabulary of their own. Every other call reaches the originals
+unchanged, and so does a call that asks for transformers' own loop with `speculation_type="dflash"`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, GenerationMixin
+from transformers.generation import GenerationMode
+
+from ..configuration_dflash import DFlashConfig
+from ..errors import UnsupportedGenerationError
+from ..modeling_dflash import DFlashDraftModel
+from .decoding import DFlashDecoding
+
+_DECODING = "_assisted_decoding"
+_VALIDATION = "_validate_generation_mode"
+
+
+def as_drafter(assistant_model: Any) -> DFlashDraftModel | None:
+    """The drafter inside `assistant_model`, through PEFT, torch.compile and data-parallel wrappers; None if it is none."""
+    model = assistant_model
+    while model is not None and not isinstance(model, DFlashDraftModel):
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    return model
+
+
+def install() -> None:
+    """Register the Auto classes and let `generate` accept drafters. Doing it again changes nothing."""
+    AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+    AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+    for name, wrap in ((_DECODING, _wrap_decoding), (_VALIDATION, _wrap_validation)):
+        original = getattr(GenerationMixin, name)
+        if not hasattr(original, "_dflash_original"):
+            wrapper = wrap(original)
+            wrapper._dflash_original = original
+            setattr(GenerationMixin, name, wrapper)
+
+
+def uninstall() -> None:
+    """Give `GenerationMixin` its own methods back. The Auto classes stay registered."""
+    for name in (_DECODING, _VALIDATION):
+        original = getattr(getattr(GenerationMixin, name), "_dflash_original", None)
+        if original is not None:
+            setattr(GenerationMixin, name, original)
+
+
+def _wrap_decoding(original):
+    @functools.wraps(original)  # generate reads the signature of the method that it calls
+    def _assisted_decoding(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        inputs_tensor=None,
+        assistant_model=None,
+        **kwargs,
+    ):
+        drafter = as_drafter(assistant_model)
+        if drafter is None or _wants_stock_loop(generation_config):
+            return original(
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                **kwargs,
+            )
+        if synced_gpus:
+            raise UnsupportedGenerationError(
+                "synced_gpus=True (ZeRO-3, FSDP) cannot be combined with a DFlash drafter. Pass synced_gpus=False on a "
+                "target that is not sharded."
+            )
+        model_kwargs = {key: value for key, value in kwargs.items() if key not in ("assistant_tokenizer", "tokenizer")}
+        decoding = DFlashDecoding(
+            self,
+            drafter,
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            model_kwargs=model_kwargs,
+        )
+        return decoding.run()
+
+    return _assisted_decoding
+
+
+def _wrap_validation(original):
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        drafter = as_drafter(generation_mode_kwargs.get("assistant_model"))
+        if drafter is None or _wants_stock_loop(generation_config):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        _validate(self, generation_mode, generation_config)
+        others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
+        return original(self, generation_mode, generation_config, others)
+
+    return _validate_generation_mode
+
+
+def _wants_stock_loop(generation_config) -> bool:
+    return getattr(generation_config, "speculation_type", None) == "dflash"
+
+
+def _validate(target, generation_mode, generation_config) -> None:
+    if target.config.is_encoder_decoder:
+        raise UnsupportedGenerationError(
+            f"{type(target).__name__} is an encoder-decoder model; DFlash drafters read a decoder-only target."
+        )
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise UnsupportedGenerationError(
+            f"A DFlash drafter works with greedy decoding and sampling, but these options ask for "
+            f"{generation_mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}). Set num_beams=1, or "
+            "generate without assistant_model."
+        )
+    if generation_config.use_cache is False:
+        raise UnsupportedGenerationError(
+            "use_cache=False: generation with a DFlash drafter needs the target's key-value cache. Set use_cache=True."
+        )
+    if generation_config.prompt_lookup_num_tokens is not None:
+        raise UnsupportedGenerationError(
+            f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens} and assistant_model both propose "
+            "tokens. Pass one of them."
+        )
+    if generation_config.num_return_sequences > 1:
+        raise UnsupportedGenerationError(
+            f"num_return_sequences is {generation_config.num_return_sequences}; generation with a DFlash drafter returns "
+            "one sequence a call. Call generate once for each."
+        )
+    if target._is_stateful:
+        raise UnsupportedGenerationError(
+            f"{type(target).__name__} keeps a recurrent state that cannot forget rejected tokens. Generate without "
+            "assistant_model."
+        )
