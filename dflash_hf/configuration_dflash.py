@@ -67,7 +67,8 @@ class DFlashConfig(PreTrainedConfig):
         sliding_window (`int`, *optional*): W; a key is visible if `query - key < W` (the query itself counts).
         vocab_size (`int`): rows of the target's embedding.
         block_size (`int`): B; slot 0 carries the anchor, the other B - 1 slots are proposals.
-        mask_token_id (`int`): id whose embedding fills the slots to predict. It must be a row of the target's embedding.
+        mask_token_id (`int`): id whose embedding fills the slots to predict. It must be a row of the target's
+            embedding.
         target_layer_ids (`list[int]`): taps; id `i` is the output of the target's decoder layer `i` (0-based), -1 the
             embedding output.
         num_target_layers (`int`): decoder layers of the target.

@@ -24,7 +24,7 @@ class DraftCache:
         return self._lengths[layer_idx]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `keys`, `values` `[b, kv_heads, n, head_dim]`; returns all rows, `[b, kv_heads, length, head_dim]` each."""
+        """Append `keys`, `values` `[b, kv_heads, n, head_dim]`; returns views of all rows, `n` being the length."""
         start = self._lengths[layer_idx]
         end = start + keys.shape[2]
         buffer = self._buffers[layer_idx]

@@ -8,6 +8,7 @@ checkpoint in their layout is this model's state dict.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -30,6 +31,14 @@ from .configuration_dflash import DFlashConfig
 from .draft_cache import DraftCache
 from .errors import CheckpointError, DFlashError
 from .masks import block_visibility, to_additive
+
+# What of a drafter's generation_config is its own; special tokens are the target's business.
+_DRAFTING_KNOBS = {
+    "block_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+}
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -287,7 +296,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(block))
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
-        """Context features `hidden_norm(fc(.))`: raw concat `[b, n, K * H_t]` -> `[b, n, H]`, cast to the drafter's dtype."""
+        """Context features `hidden_norm(fc(.))`: raw concat `[b, n, K * H_t]` of any dtype -> `[b, n, H]`."""
         return self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
 
     def append_context(
@@ -323,19 +332,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         )
         _require_complete(pretrained_model_name_or_path, info)
         hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
-        try:
+        with contextlib.suppress(OSError):  # the file is optional: published drafters have none
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        except OSError:  # the file is optional: published drafters have none
-            pass
         return (model, info) if with_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs) -> None:
         """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True) and self.generation_config.to_diff_dict().keys() - {
-            "transformers_version",
-            "_from_model_config",
-        }:
+        if kwargs.get("is_main_process", True) and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
             self.generation_config.save_pretrained(save_directory)
 
 

@@ -207,8 +207,8 @@ def check_compatibility(config: DFlashConfig, target: nn.Module) -> None:
     rows, width = target.get_input_embeddings().weight.shape
     if width != config.hidden_size:
         raise TargetMismatchError(
-            f"The drafter has hidden size {config.hidden_size} and borrows embedding and head of {name}, whose width is "
-            f"{width}. A drafter without its own embedding needs the target's width.{trained_for}"
+            f"The drafter has hidden size {config.hidden_size} and borrows embedding and head of {name}, whose width "
+            f"is {width}. A drafter without its own embedding needs the target's width.{trained_for}"
         )
     for layer_id in config.target_layer_ids:
         if layer_id >= text.num_hidden_layers:
@@ -224,6 +224,6 @@ def check_compatibility(config: DFlashConfig, target: nn.Module) -> None:
     if abs(rows - config.vocab_size) >= VOCABULARY_PADDING:
         raise TargetMismatchError(
             f"The drafter was trained for a vocabulary of {config.vocab_size} tokens, but {name} has {rows}, which "
-            f"padding (less than {VOCABULARY_PADDING} rows) does not explain. Their token ids differ; use the target it "
-            f"was trained for.{trained_for}"
+            f"padding (less than {VOCABULARY_PADDING} rows) does not explain. Their token ids differ; use the target "
+            f"it was trained for.{trained_for}"
         )

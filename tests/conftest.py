@@ -79,7 +79,7 @@ def drafter(target):
 
 @pytest.fixture(scope="session")
 def trained_pair():
-    """The recorded trained pair: a target that speaks a small grammar, a drafter that follows it (about 5 tokens a round)."""
+    """The recorded trained pair: the target speaks a small grammar, the drafter follows it (about 5 tokens a round)."""
     target = AutoModelForCausalLM.from_pretrained(GOLDEN / "generation" / "target", dtype=torch.float32).eval()
     drafter = DFlashDraftModel.from_pretrained(GOLDEN / "generation" / "drafter", dtype=torch.float32).eval()
     return target, drafter

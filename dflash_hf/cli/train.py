@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,17 +16,17 @@ def train(
     data: Annotated[str, typer.Option(help="Hub dataset, .json/.jsonl/.parquet file, or folder of `datasets`.")],
     output: Annotated[Path, typer.Option(help="Folder for checkpoints and the trained drafter.")],
     mask_token_id: Annotated[
-        Optional[int], typer.Option(help="Reserved id that the tokenizer never emits (required for a new drafter).")
+        int | None, typer.Option(help="Reserved id that the tokenizer never emits (required for a new drafter).")
     ] = None,
-    init_from: Annotated[Optional[str], typer.Option(help="Start from this drafter and keep its taps.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Start from this drafter and keep its taps.")] = None,
     layers: Annotated[int, typer.Option(help="Draft layers of a new drafter.")] = 5,
     block_size: Annotated[int, typer.Option(help="Block size of a new drafter, anchor included.")] = 16,
-    taps: Annotated[Optional[str], typer.Option(help="Tapped target layers, e.g. 1,8,14,20,27.")] = None,
-    target_name: Annotated[Optional[str], typer.Option(help="Target name to record in the drafter's config.")] = None,
-    gguf_file: Annotated[Optional[str], typer.Option(help="GGUF file inside the target.")] = None,
+    taps: Annotated[str | None, typer.Option(help="Tapped target layers, e.g. 1,8,14,20,27.")] = None,
+    target_name: Annotated[str | None, typer.Option(help="Target name to record in the drafter's config.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the target: auto, float32, bfloat16.")] = "auto",
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    eval_data: Annotated[Optional[str], typer.Option(help="Dataset to evaluate on.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Dataset to evaluate on.")] = None,
     eval_examples: Annotated[int, typer.Option(help="Without --eval-data: hold this many last examples out.")] = 0,
     max_length: Annotated[int, typer.Option(help="Longest example, in tokens.")] = 3072,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 6.0,
@@ -38,12 +38,12 @@ def train(
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     muon_learning_rate: Annotated[float, typer.Option(help="Muon's learning rate.")] = 2e-3,
     muon_fp32: Annotated[bool, typer.Option("--muon-fp32", help="Muon's iteration in fp32.")] = False,
-    decay_gamma: Annotated[Optional[float], typer.Option(help="Decay of the loss weights, in slots.")] = None,
+    decay_gamma: Annotated[float | None, typer.Option(help="Decay of the loss weights, in slots.")] = None,
     loss_vocab_size: Annotated[
-        Optional[int], typer.Option(help="Loss over this many most frequent tokens of the data.")
+        int | None, typer.Option(help="Loss over this many most frequent tokens of the data.")
     ] = None,
     features: Annotated[str, typer.Option(help="Target features: online, memory or disk.")] = "online",
-    features_dir: Annotated[Optional[str], typer.Option(help="Folder of the feature store.")] = None,
+    features_dir: Annotated[str | None, typer.Option(help="Folder of the feature store.")] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="bf16 autocast.")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save memory.")] = False,
     log_every: Annotated[int, typer.Option(help="Updates between log lines.")] = 10,
@@ -70,8 +70,8 @@ def train(
     else:
         if mask_token_id is None:
             raise DFlashError(
-                "--mask-token-id is needed for a new drafter: the id of a reserved token that the tokenizer never emits. "
-                f"Added tokens of this tokenizer: {dict(sorted(tokenizer.get_added_vocab().items())[:24])}"
+                "--mask-token-id is needed for a new drafter: the id of a reserved token that the tokenizer never "
+                f"emits. Added tokens of this tokenizer: {dict(sorted(tokenizer.get_added_vocab().items())[:24])}"
             )
         config = DFlashConfig.from_target(
             target_model.config,
@@ -108,7 +108,7 @@ def train(
         features=features,
         features_dir=features_dir,
         bf16=bf16,
-        gradient_checkpointing=gradient_checkpointing,
+        **({"gradient_checkpointing": True} if gradient_checkpointing else {}),
         logging_steps=log_every,
         eval_strategy="steps" if eval_every and held_out is not None else "no",
         eval_steps=eval_every or None,
@@ -132,12 +132,13 @@ def train(
     trainer.remove_callback(PrinterCallback)
     count = sum(parameter.numel() for parameter in drafter.parameters())
     console.print(
-        f"{count / 1e6:.1f} M parameters, {drafter.config.num_hidden_layers} layers, block {drafter.config.block_size}, "
-        f"taps {drafter.config.target_layer_ids}; {len(trainer.train_dataset)} training examples"
+        f"{count / 1e6:.1f} M parameters, {drafter.config.num_hidden_layers} layers, "
+        f"block {drafter.config.block_size}, taps {drafter.config.target_layer_ids}; {len(trainer.train_dataset)} training examples"
     )
     trainer.train(resume_from_checkpoint=resume or None)
     if held_out is not None:
         trainer.evaluate()
     trainer.save_model(str(output))
     trainer.save_state()
+    trainer.create_model_card()
     console.print(f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}")

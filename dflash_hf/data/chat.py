@@ -67,8 +67,8 @@ def prepare_dataset(dataset: Dataset, tokenizer: Any = None, *, max_length: int 
     usable = prepared.filter(lambda row: has_anchor(row["loss_mask"]), desc="Dropping examples without anchors")
     if len(usable) == 0:
         raise DatasetError(
-            f"None of the {len(prepared)} examples has two neighbouring supervised tokens, so there is nothing to train "
-            "on. Check that the chat template marks assistant turns, that loss_mask is 1 on the response, and that "
+            f"None of the {len(prepared)} examples has two neighbouring supervised tokens, so there is nothing to "
+            "train on. Check that the chat template marks assistant turns, that loss_mask is 1 on the response, and that "
             f"max_length ({max_length}) does not cut the responses off."
         )
     return usable
@@ -101,7 +101,8 @@ def encode_messages(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[lis
     """Token ids of a rendered conversation and the mask of its assistant tokens.
 
     The template's `{% generation %}` marks are used where it has them. Otherwise the text up to each assistant turn,
-    rendered with the generation prompt, must be a prefix of the text that includes the turn; what it adds is the response.
+    rendered with the generation prompt, must be a prefix of the text that includes the turn; what it adds is the
+    response.
 
     Raises:
         DatasetError: if neither way works with this template.

@@ -15,8 +15,8 @@ from .processors import Processors
 class DFlashCandidateGenerator(CandidateGenerator):
     """Proposes the tokens after the newest one (the anchor) in one draft forward pass.
 
-    Features of accepted positions are handed over by `add_context`; the drafter's cache holds their keys and values, the
-    block's own are dropped after each proposal.
+    Features of accepted positions are handed over by `add_context`; the drafter's cache holds their keys and values,
+    the block's own are dropped after each proposal.
 
     Args:
         drafter: the draft model. `generation_config.block_size` on it shortens the block.
@@ -122,7 +122,7 @@ def _inference_block_size(drafter: DFlashDraftModel) -> int:
     block_size = getattr(drafter.generation_config, "block_size", None) or trained
     if not 2 <= block_size <= trained:
         raise DFlashConfigError(
-            f"generation_config.block_size is {block_size}; this drafter was trained with blocks of {trained}, so it runs "
-            f"with 2 to {trained}."
+            f"generation_config.block_size is {block_size}; this drafter was trained with blocks of {trained}, so it "
+            f"runs with 2 to {trained}."
         )
     return block_size

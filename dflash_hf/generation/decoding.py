@@ -192,7 +192,7 @@ class DFlashDecoding:
     def _accept_in_order(
         self, logits: torch.Tensor, draft: torch.LongTensor, draft_scores: torch.Tensor | None
     ) -> tuple[int, bool]:
-        """As `_accept`, position by position: a processor may keep state, so it sees accepted prefixes only, in order."""
+        """As `_accept`, position by position: a processor may keep state, so it sees accepted prefixes only."""
         proposals: list[int | None] = [*draft.tolist(), None]
         for row, proposal in enumerate(proposals):
             raw = logits[:, row].to(device=self.ids.device, dtype=torch.float32, copy=True)

@@ -23,7 +23,7 @@ _VALIDATION = "_validate_generation_mode"
 
 
 def as_drafter(assistant_model: Any) -> DFlashDraftModel | None:
-    """The drafter inside `assistant_model`, through PEFT, torch.compile and data-parallel wrappers; None if it is none."""
+    """The drafter in `assistant_model`, through PEFT, torch.compile and data-parallel wrappers; None if it is none."""
     model = assistant_model
     while model is not None and not isinstance(model, DFlashDraftModel):
         if hasattr(model, "get_base_model"):
@@ -141,8 +141,8 @@ def _validate(target, generation_mode, generation_config) -> None:
         )
     if generation_config.num_return_sequences > 1:
         raise UnsupportedGenerationError(
-            f"num_return_sequences is {generation_config.num_return_sequences}; generation with a DFlash drafter returns "
-            "one sequence a call. Call generate once for each."
+            f"num_return_sequences is {generation_config.num_return_sequences}; generation with a DFlash drafter "
+            "returns one sequence a call. Call generate once for each."
         )
     if target._is_stateful:
         raise UnsupportedGenerationError(

@@ -33,8 +33,8 @@ def cache_key(model_kwargs: dict[str, Any]) -> str:
 class TargetForward:
     """Runs the target with what `generate` prepared.
 
-    Positions and mask of all tokens to come are laid out once; a round slices them. Targets that prepare their inputs in
-    a way of their own are asked to.
+    Positions and mask of all tokens to come are laid out once; a round slices them. Targets that prepare their inputs
+    in a way of their own are asked to.
 
     Args:
         target: the model.

@@ -57,7 +57,7 @@ class DFlashDataCollator:
 
     Args:
         block_size: B.
-        num_anchors: N, blocks an example.
+        num_anchors: the most blocks an example; N of a batch is the largest number that one of its examples has.
         gamma: decay constant of the loss weights.
         seed: of the anchors, together with epoch and example index.
         pad_token_id: any valid id; padding is never seen.
@@ -65,9 +65,9 @@ class DFlashDataCollator:
         negatives: further tokens drawn for each batch from the rest.
         vocab_size: needed with `frequent`.
 
-    A batch holds `input_ids`, `attention_mask` `[b, S]`; `anchors`, `keep` `[b, N]`; `labels`, `loss_weights` `[b, N, B]`;
-    `active_rows` `[R]`, the flat indices of slots with a weight; `features` `[b, S, K * H_t]` where the examples have
-    them; `loss_token_ids` `[v]` with `frequent`.
+    A batch holds `input_ids`, `attention_mask` `[b, S]`; `anchors`, `keep` `[b, N]`; `labels`, `loss_weights` `[b, N,
+    B]`; `active_rows` `[R]`, the flat indices of slots with a weight; `features` `[b, S, K * H_t]` where the examples
+    have them; `loss_token_ids` `[v]` with `frequent`.
     """
 
     block_size: int
@@ -93,12 +93,15 @@ class DFlashDataCollator:
                     input_ids=input_ids, loss_mask=loss_mask, anchors=chosen, keep=kept, block_size=self.block_size
                 )
             )
+        keep = torch.stack(keep)
+        # Dense attention pays for every slot, so slots that no example of the batch fills are left out.
+        used = max(1, int(keep.sum(dim=1).max()))
         batch = {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-            "anchors": torch.stack(anchors),
-            "keep": torch.stack(keep),
-            "labels": torch.stack(labels),
+            "anchors": torch.stack(anchors)[:, :used],
+            "keep": keep[:, :used],
+            "labels": torch.stack(labels)[:, :used],
         }
         if "features" in examples[0]:
             batch["features"] = pad_sequence([example["features"] for example in examples], batch_first=True)

@@ -19,9 +19,9 @@ def make_mask_mod(
 ) -> Callable:
     """The rule "query q of row b sees key kv", in the signature that flex attention's `create_block_mask` takes.
 
-    Keys are S context rows, then N * B block slots; queries are the N * B slots. Block n sees the context strictly before
-    its anchor (the target has not run on the anchor yet) in the anchor's own document, and its own slots. A padding block
-    sees itself only, since a fully masked row would be NaN. Sliding windows count the query itself.
+    Keys are S context rows, then N * B block slots; queries are the N * B slots. Block n sees the context strictly
+    before its anchor (the target has not run on the anchor yet) in the anchor's own document, and its own slots. A
+    padding block sees itself only, since a fully masked row would be NaN. Sliding windows count the query itself.
 
     Args:
         anchors: `[b, N]`.

@@ -1,0 +1,119 @@
+"""Plain generation and generation with a drafter on the same prompts, side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..modeling_dflash import DFlashDraftModel
+
+
+@dataclass
+class Comparison:
+    """Sums over prompts; ratios are properties.
+
+    Attributes:
+        prompts, identical: prompts run, and those whose token ids were the same.
+        plain_tokens, plain_seconds: new tokens and wall time of plain generation.
+        dflash_tokens, dflash_seconds: the same with the drafter, prefill included in both.
+        proposed, produced: one entry a verification, all prompts in order.
+    """
+
+    prompts: int = 0
+    identical: int = 0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    dflash_tokens: int = 0
+    dflash_seconds: float = 0.0
+    proposed: list[int] = field(default_factory=list)
+    produced: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification of a proposal, bonus token included, pooled over rounds."""
+        lengths = [made for made, tried in zip(self.produced, self.proposed) if tried]
+        return sum(lengths) / len(lengths) if lengths else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers that a report needs."""
+        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
+        dflash = self.dflash_tokens / self.dflash_seconds if self.dflash_seconds else 0.0
+        return {
+            "prompts": self.prompts,
+            "identical_prompts": self.identical,
+            "same_tokens": self.identical == self.prompts,
+            "acceptance_length": self.acceptance_length,
+            "rounds": len(self.produced),
+            "new_tokens": self.dflash_tokens,
+            "plain_tokens_per_second": plain,
+            "dflash_tokens_per_second": dflash,
+            "speedup": dflash / plain if plain else 0.0,
+        }
+
+
+def compare(
+    target: nn.Module,
+    drafter: DFlashDraftModel,
+    prompts: Iterable[dict[str, torch.Tensor]],
+    *,
+    max_new_tokens: int,
+    warm_up: bool = True,
+    generate_options: dict[str, Any] | None = None,
+    streamer: Any = None,
+    on_prompt: Any = None,
+) -> Comparison:
+    """Generate greedily for each prompt, plain and with the drafter, and compare ids and wall time.
+
+    Args:
+        prompts: inputs of `generate`, `input_ids [1, L]` and the like.
+        max_new_tokens: for both.
+        warm_up: run 8 tokens of the first prompt both ways before anything is timed.
+        generate_options: further options for both.
+        streamer: receives the text of the runs with the drafter.
+        on_prompt: called with (prompt number, totals so far) after each prompt.
+    """
+    options = {"do_sample": False, **(generate_options or {})}
+    total = Comparison()
+    for number, inputs in enumerate(prompts):
+        length = inputs["input_ids"].shape[1]
+        if warm_up and number == 0:
+            target.generate(**inputs, **options, max_new_tokens=8)
+            target.generate(**inputs, **options, max_new_tokens=8, assistant_model=drafter)
+        plain, plain_seconds = _timed(target, inputs, options | {"max_new_tokens": max_new_tokens})
+        drafted, dflash_seconds = _timed(
+            target,
+            inputs,
+            options | {"max_new_tokens": max_new_tokens, "assistant_model": drafter, "streamer": streamer},
+        )
+        stats = drafter.last_generation_stats
+        total.prompts += 1
+        total.identical += int(torch.equal(plain, drafted))
+        total.plain_tokens += plain.shape[1] - length
+        total.plain_seconds += plain_seconds
+        total.dflash_tokens += drafted.shape[1] - length
+        total.dflash_seconds += dflash_seconds
+        total.proposed += stats.proposed
+        total.produced += stats.produced
+        if on_prompt is not None:
+            on_prompt(number, total)
+    return total
+
+
+def _timed(target: nn.Module, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    device = inputs["input_ids"].device
+    _synchronize(device)
+    started = time.perf_counter()
+    output = target.generate(**inputs, **options)
+    _synchronize(device)
+    return output, time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    # A timing must not end before the accelerator has.
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

