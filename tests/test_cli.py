@@ -1,9 +1,12 @@
 """The command line, run as a user types it, on tiny real files."""
 
 import json
+import shutil
 
 import pytest
 from conftest import GOLDEN
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dflash_hf.cli.main import app
@@ -12,20 +15,22 @@ PAIR = GOLDEN / "generation"
 runner = CliRunner()
 
 
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory):
-    """The recorded tiny target with a word-level tokenizer of its vocabulary beside it."""
-    import shutil
-
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("target")
+def make_target_folder(folder, *, chat_template=False):
+    """The recorded tiny target with a word-level tokenizer of its vocabulary beside it; the folder as a string."""
     shutil.copytree(PAIR / "target", folder, dirs_exist_ok=True)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+    if chat_template:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """A target as it lies on disk."""
+    return make_target_folder(tmp_path_factory.mktemp("target"))
 
 
 @pytest.mark.parametrize("command", ["generate", "train", "info"])

@@ -133,7 +133,8 @@ def train(
     count = sum(parameter.numel() for parameter in drafter.parameters())
     console.print(
         f"{count / 1e6:.1f} M parameters, {drafter.config.num_hidden_layers} layers, "
-        f"block {drafter.config.block_size}, taps {drafter.config.target_layer_ids}; {len(trainer.train_dataset)} training examples"
+        f"block {drafter.config.block_size}, taps {drafter.config.target_layer_ids}; "
+        f"{len(trainer.train_dataset)} training examples"
     )
     trainer.train(resume_from_checkpoint=resume or None)
     if held_out is not None:

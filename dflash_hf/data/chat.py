@@ -68,8 +68,8 @@ def prepare_dataset(dataset: Dataset, tokenizer: Any = None, *, max_length: int 
     if len(usable) == 0:
         raise DatasetError(
             f"None of the {len(prepared)} examples has two neighbouring supervised tokens, so there is nothing to "
-            "train on. Check that the chat template marks assistant turns, that loss_mask is 1 on the response, and that "
-            f"max_length ({max_length}) does not cut the responses off."
+            "train on. Check that the chat template marks assistant turns, that loss_mask is 1 on the response, and "
+            f"that max_length ({max_length}) does not cut the responses off."
         )
     return usable
 

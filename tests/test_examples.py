@@ -1,0 +1,96 @@
+"""The example scripts, run on the recorded tiny pair through the functions that a user's command line calls."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from conftest import GOLDEN
+from test_cli import make_target_folder
+from typer.testing import CliRunner
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run_example(name: str, *arguments: str):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        main = runpy.run_path(str(EXAMPLES / name))["main"]
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """`--target` and `--drafter` of the recorded pair."""
+    folder = make_target_folder(tmp_path_factory.mktemp("target"), chat_template=True)
+    return "--target", folder, "--drafter", str(GOLDEN / "generation" / "drafter")
+
+
+def test_quickstart_writes_the_promised_numbers(pair, tmp_path):
+    file = tmp_path / "result.json"
+    arguments = ("--prompt", "w5 w9 w17", "--prompt", "w30 w31", "--max-new-tokens", "20", "--json", str(file))
+    output = run_example("quickstart.py", *pair, *arguments)
+    result = json.loads(file.read_text())
+    for key in ("same_tokens", "acceptance_length", "rounds", "plain_tokens_per_second", "dflash_tokens_per_second"):
+        assert key in result
+    assert result["same_tokens"] is True and result["rounds"] > 0
+    assert result["speedup"] == pytest.approx(result["dflash_tokens_per_second"] / result["plain_tokens_per_second"])
+    assert "same tokens" in output
+
+
+def test_benchmark_counts_identical_prompts_and_runs_the_stock_loop(pair, tmp_path):
+    data, file = tmp_path / "q.jsonl", tmp_path / "result.json"
+    data.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 3}"}) for i in range(10, 14)))
+    arguments = ("--data", str(data), "--limit", "3", "--max-new-tokens", "16", "--stock", "--json", str(file))
+    run_example("benchmark_gsm8k.py", *pair, *arguments)
+    result = json.loads(file.read_text())
+    assert result["prompts"] == result["identical_prompts"] == result["identical_to_stock_loop"] == 3
+
+
+def test_round_overhead_measures_both_loops(tmp_path):
+    file = tmp_path / "result.json"
+    run_example("round_overhead.py", "--new-tokens", "12", "--repeats", "1", "--json", str(file))
+    result = json.loads(file.read_text())
+    for loop in ("greedy", "sampling"):
+        assert result[loop]["stock_ms"] > 0 and result[loop]["dflash_hf_ms"] > 0
+
+
+def test_publish_writes_weights_and_a_card_with_the_facts(tmp_path):
+    """The card holds the numbers of the benchmark and of the log, and the folder loads again in the stored dtype."""
+    import shutil
+
+    import torch
+
+    from dflash_hf import DFlashDraftModel
+
+    trained = tmp_path / "trained"
+    shutil.copytree(GOLDEN / "generation" / "drafter", trained)
+    log = [{"step": 10, "loss": 3.5}, {"step": 10, "eval_loss": 3.25, "eval_block_acceptance_length": 1.5}]
+    log[1]["eval_slot_accuracy"] = 0.125
+    (trained / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    numbers = {"prompts": 4, "identical_prompts": 4, "same_tokens": True, "acceptance_length": 2.5, "rounds": 7}
+    numbers |= {"plain_tokens_per_second": 20.0, "dflash_tokens_per_second": 30.0, "speedup": 1.5}
+    (tmp_path / "bench.json").write_text(json.dumps(numbers))
+    out = tmp_path / "published"
+    arguments = ("--drafter", str(trained), "--output", str(out), "--base-model", "someone/target")
+    arguments += ("--training-command", "dflash-hf train --seed 7", "--benchmark", str(tmp_path / "bench.json"))
+    run_example("publish.py", *arguments)
+    card = (out / "README.md").read_text()
+    for part in (
+        "base_model: someone/target",
+        "dflash-hf train --seed 7",
+        "| 10 | 3.500 | 3.250 | 1.500 | 0.125 |",
+        "2.500",
+    ):
+        assert part in card
+    assert "model-index" in card
+    model = DFlashDraftModel.from_pretrained(out)
+    assert model.dtype == torch.bfloat16 and model.config.target_name_or_path == "someone/target"
