@@ -1,7 +1,5 @@
 """`DFlashConfig`: one flat, typed, strict configuration of a drafter, whatever family its checkpoint came from."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import fields
@@ -45,7 +43,7 @@ def default_target_layer_ids(*, num_target_layers: int, num_taps: int) -> list[i
     if num_taps < 1:
         raise DFlashConfigError(f"The number of taps must be at least 1, got {num_taps}.")
     ids = default_taps(num_target_layers=num_target_layers, num_draft_layers=num_taps)
-    if min(ids) < 0 or max(ids) >= num_target_layers or len(set(ids)) < num_taps:
+    if min(ids) < 0 or max(ids) >= num_target_layers or ids != sorted(set(ids)):
         raise DFlashConfigError(
             f"{num_taps} taps do not fit between the second and the third last of {num_target_layers} target layers. "
             "Pass fewer taps, or name them yourself with `target_layer_ids`."
@@ -195,7 +193,7 @@ class DFlashConfig(PreTrainedConfig):
                 f"layer_types asks for sliding attention, but sliding_window is {self.sliding_window}. Set it to the "
                 "number of visible keys, the query itself included."
             )
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise DFlashConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}."
@@ -222,7 +220,7 @@ class DFlashConfig(PreTrainedConfig):
         sliding_window: int | None = None,
         input_embedding_scale: float | None = None,
         initializer_range: float = 0.02,
-    ) -> DFlashConfig:
+    ) -> "DFlashConfig":
         """A new drafter's configuration that fits `target_config` (of a causal language model, or one that holds one).
 
         Width, heads, MLP, norm and base RoPE frequency are the target's; its RoPE scaling is inherited, its partial
@@ -285,6 +283,15 @@ class DFlashConfig(PreTrainedConfig):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return (read_config(config_dict) if config_dict else config_dict), kwargs
 
+    def _on_disk(self) -> dict[str, Any]:
+        """The file that it came from where that still means the same, else z-lab's layout."""
+        fields = self.to_dict()
+        if self.source_config is not None:
+            source = type(self)(**read_config(self.source_config)).to_dict()
+            if _meaning(fields) == _meaning(source) and fields.get("dtype") in (None, source.get("dtype")):
+                return dict(self.source_config)
+        return write_config(fields)
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write `config.json` in the layout that inference engines load (z-lab's).
 
@@ -297,10 +304,17 @@ class DFlashConfig(PreTrainedConfig):
         path = os.path.join(save_directory, "config.json")
         temporary = f"{path}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(write_config(self.to_dict()), file, indent=2, sort_keys=True)
+            json.dump(self._on_disk(), file, indent=2, sort_keys=True)
             file.write("\n")
         os.replace(temporary, path)
         return None
+
+
+def _meaning(fields: dict[str, Any]) -> dict[str, Any]:
+    """What of a config's fields says which drafter it is, in one spelling."""
+    bookkeeping = {"architectures", "dtype", "transformers_version", "_name_or_path"}
+    rope = {key: value for key, value in fields["rope_parameters"].items() if key != "type"}  # old name of rope_type
+    return {key: value for key, value in fields.items() if key not in bookkeeping} | {"rope_parameters": rope}
 
 
 def _target_embedding_scale(text: PreTrainedConfig) -> float:

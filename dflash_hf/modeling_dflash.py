@@ -85,9 +85,9 @@ class DFlashAttention(nn.Module):
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (normed, rotated) and values `[b, kv_heads, n, head_dim]` of `states [b, n, H]`."""
-        shape = (*states.shape[:-1], -1, self.head_dim)
-        keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
-        values = self.v_proj(states).view(shape).transpose(1, 2)
+        heads = (-1, self.head_dim)
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, heads)).transpose(1, 2)
+        values = self.v_proj(states).unflatten(-1, heads).transpose(1, 2)
         return rotate(keys, cos, sin), values
 
     def forward(
@@ -145,9 +145,9 @@ class BlockMasks:
         if isinstance(given, dict):
             given = given[self.layer_type(layer)]
         if given is not None and (not isinstance(given, torch.Tensor) or given.dim() == 4):
-            return self._as_implementation_takes_it(given)
+            return self._as_implementation_takes_it(self._of_keys(given, num_keys))
         if "flash" in self.implementation:  # takes causality, window and the 2-D padding mask by themselves
-            return given
+            return self._of_keys(given, num_keys)
         key = (layer.is_causal, layer.sliding_window, num_keys)
         if key not in self._built:
             visible = block_visibility(
@@ -161,6 +161,12 @@ class BlockMasks:
             self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
         return self._built[key]
 
+    def _of_keys(self, mask: Any, num_keys: int) -> Any:
+        """The columns of the keys that a layer still has: sliding layers of transformers' caches drop old rows."""
+        if isinstance(mask, torch.Tensor) and mask.shape[-1] == self.total_length:
+            return mask[..., self.total_length - num_keys :]
+        return mask
+
     def _as_implementation_takes_it(self, mask: Any) -> Any:
         if not isinstance(mask, torch.Tensor):
             return mask  # a BlockMask
@@ -169,8 +175,8 @@ class BlockMasks:
                 f"attn_implementation {self.implementation!r} takes no 4-D mask. Use 'sdpa', 'eager' or "
                 "'flex_attention' for training."
             )
-        if mask.dtype == torch.bool and self.implementation == "eager":
-            return to_additive(mask, dtype=self.block.dtype)  # eager adds its mask to the scores
+        if mask.dtype == torch.bool and self.implementation in ("eager", "flex_attention"):
+            return to_additive(mask, dtype=self.block.dtype)  # these add a dense mask to the scores
         return mask
 
     @staticmethod
@@ -328,10 +334,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         kwargs.setdefault("key_mapping", KEY_MAPPING)
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            pretrained_model_name_or_path,
+            *model_args,
+            output_loading_info=True,
+            # A wrong shape is reported below, with its name and both shapes.
+            **{**kwargs, "ignore_mismatched_sizes": True},
         )
         _require_complete(pretrained_model_name_or_path, info)
-        hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
+        where = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+        hub = {key: kwargs[key] for key in where if key in kwargs}
         with contextlib.suppress(OSError):  # the file is optional: published drafters have none
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         return (model, info) if with_info else model

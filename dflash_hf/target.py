@@ -86,6 +86,8 @@ class OutputHead:
             self.softcap = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
             if getattr(text, "logit_scale", None):  # Cohere
                 self.multiplier = text.logit_scale
+            elif getattr(text, "output_multiplier", None):  # Muse
+                self.multiplier = text.output_multiplier
             elif getattr(text, "logits_scaling", None):  # Granite
                 self.multiplier = 1.0 / text.logits_scaling
 
@@ -105,7 +107,7 @@ class OutputHead:
         """Multiplier, then softcap."""
         if self.multiplier is not None and self.multiplier != 1.0:
             logits = logits * self.multiplier
-        if self.softcap is not None:
+        if self.softcap is not None and self.softcap > 0:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 

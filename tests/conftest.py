@@ -29,7 +29,7 @@ def golden():
     return Golden
 
 
-def tiny_target(family: str = "llama", *, seed: int = 0, layers: int = 4, hidden: int = 32, vocab: int = VOCAB, **more):
+def tiny_target(family: str = "llama", *, seed: int = 0, layers: int = 6, hidden: int = 32, vocab: int = VOCAB, **more):
     """A random causal language model in fp32 whose greedy text is not constant."""
     torch.manual_seed(seed)
     common = dict(

@@ -35,6 +35,11 @@ def read_config(on_disk: dict[str, Any]) -> dict[str, Any]:
         )
     if zlab.matches(on_disk):
         return zlab.read_config(on_disk)
+    if "speculators_model_type" in on_disk:
+        raise CheckpointError(
+            f"This is a speculators checkpoint (speculators_model_type {on_disk['speculators_model_type']!r}, "
+            f"architectures {on_disk.get('architectures')}). dflash_hf reads z-lab's DFlashDraftModel layout."
+        )
     raise CheckpointError(
         f"config.json describes {on_disk.get('architectures')} (model_type {on_disk.get('model_type')!r}), which is "
         "not a drafter family that dflash_hf reads. Supported: z-lab's DFlashDraftModel."
@@ -42,11 +47,5 @@ def read_config(on_disk: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """The published `config.json` for these `DFlashConfig` fields: z-lab's layout.
-
-    A config that still means what the file it came from means is written as that file was.
-    """
-    source = fields.get("source_config")
-    if source is not None and zlab.same_meaning(source, fields):
-        return dict(source)
+    """The published `config.json` for these `DFlashConfig` fields: z-lab's layout."""
     return zlab.write_config(fields)

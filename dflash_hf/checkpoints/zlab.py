@@ -10,7 +10,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 
+# What the format's own reader takes where a key is absent.
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_HEAD_DIM = 128
 
 # Regular expressions on published tensor names -> names in `DFlashDraftModel`.
 KEY_MAPPING = {r"^model\.": "", r"^midlayer\.": "layers.0."}
@@ -56,6 +58,8 @@ _FOREIGN_KEYS = (
     "draft_vocab_size",
     "sample_from_anchor",
     "attention_sink_bias",
+    "aux_hidden_state_layer_ids",
+    "eagle_aux_hidden_state_layer_ids",
     "gating",
 )
 
@@ -85,13 +89,14 @@ def read_config(on_disk: dict[str, Any]) -> dict[str, Any]:
                 "DFlash v1 and changes what the drafter computes."
             )
     fields = {key: on_disk[key] for key in _PLAIN_KEYS if key in on_disk}
-    heads = on_disk.get("num_attention_heads")
-    if on_disk.get("head_dim") is not None:
-        fields["head_dim"] = on_disk["head_dim"]
-    elif heads:
-        fields["head_dim"] = on_disk["hidden_size"] // heads
+    fields["head_dim"] = on_disk.get("head_dim") or DEFAULT_HEAD_DIM
     layers = on_disk["num_hidden_layers"]
     fields["layer_types"] = _layer_types(on_disk)
+    if "sliding_attention" in fields["layer_types"] and on_disk.get("use_sliding_window") is False:
+        raise CheckpointError(
+            "config.json names sliding layers in layer_types, but says use_sliding_window: false. Readers disagree on "
+            "what that means; set use_sliding_window to true, or the layers to full_attention."
+        )
     if "sliding_attention" not in fields["layer_types"]:
         fields.pop("sliding_window", None)
     fields["rope_parameters"] = _rope_parameters(on_disk)
@@ -105,7 +110,7 @@ def read_config(on_disk: dict[str, Any]) -> dict[str, Any]:
     is_causal = on_disk.get("is_causal")
     fields["is_causal"] = nested.get("causal") if is_causal is None else is_causal
     for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
-        fields[key] = nested.get(key)
+        fields[key] = nested.get(key, on_disk.get(key))
     if on_disk.get("dtype") or on_disk.get("torch_dtype"):
         fields["dtype"] = on_disk.get("dtype") or on_disk.get("torch_dtype")
     fields["architectures"] = ["DFlashDraftModel"]
@@ -164,23 +169,6 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
     if fields.get("transformers_version"):
         out["transformers_version"] = fields["transformers_version"]
     return out
-
-
-def same_meaning(source: dict[str, Any], fields: dict[str, Any]) -> bool:
-    """Whether `source`, read again, gives the drafter that `fields` describe (dtype included)."""
-    ignored = {"source_config", "architectures", "dtype", "rope_parameters"}
-    read = read_config(source)
-    for key, value in read.items():
-        if key not in ignored and fields.get(key) != value:
-            return False
-    read_rope, rope = dict(read["rope_parameters"]), dict(fields["rope_parameters"])
-    for parameters in (read_rope, rope):
-        parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
-        parameters.pop("type", None)
-        if parameters["rope_type"] in ("yarn", "llama3", "longrope"):
-            parameters.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    dtype = str(fields.get("dtype") or "").removeprefix("torch.")
-    return read_rope == rope and (not dtype or dtype == str(read.get("dtype") or dtype))
 
 
 def _layer_types(on_disk: dict[str, Any]) -> list[str]:

@@ -29,6 +29,16 @@ def load_rows(name: str, *, split: str = "train", revision: str | None = None) -
             raise DatasetError(f"{name} is not one of the file kinds {', '.join(_BUILDERS)}.")
         return load_dataset(builder, data_files=str(path), split="train")
     if path.is_dir():
-        loaded = load_from_disk(str(path))
-        return loaded if isinstance(loaded, Dataset) else loaded[split]
+        try:
+            loaded = load_from_disk(str(path))
+        except FileNotFoundError as error:
+            raise DatasetError(
+                f"{name} is a folder that `save_to_disk` did not write. Name such a folder, or a file of the kinds "
+                f"{', '.join(_BUILDERS)}."
+            ) from error
+        if isinstance(loaded, Dataset):
+            return loaded
+        if split not in loaded:
+            raise DatasetError(f"{name} has no split {split!r}; it has {', '.join(loaded)}.")
+        return loaded[split]
     return load_dataset(name, split=split, revision=revision)

@@ -24,11 +24,16 @@ class DrafterDataset(Dataset):
     def __init__(self, examples, features=None):
         self.examples = examples
         self.features = features
-        self.epoch = 0
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent loader workers see the change
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; the anchors depend on it."""
+        return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader at the start of an epoch; the anchors depend on it."""
-        self.epoch = epoch
+        """Called at the start of an epoch."""
+        self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.examples)

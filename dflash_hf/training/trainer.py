@@ -27,14 +27,20 @@ from .metrics import count_blocks
 from .muon import MuonWithAdamW
 
 
+class _EpochOfAnchors(TrainerCallback):
+    """Tells the training data its epoch: accelerate's loader does not with several ranks or after skipped batches."""
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        train_dataloader.dataset.set_epoch(int(state.epoch))
+
+
 class DFlashTrainer(Trainer):
     """Trains a drafter against a frozen target (DFlash, arXiv 2602.06036).
 
     The target's features are tapped (in every step, or once: `args.features`), blocks are drawn at random anchors of
-    the
-    response, and one draft forward pass predicts all of them. The loss is the decayed cross-entropy divided by the sum
-    of weights over all ranks and the whole accumulation window, so that an update does not depend on how a batch is
-    split.
+    the response, and one draft forward pass predicts all of them. The loss is the decayed cross-entropy divided by the
+    sum of weights over all ranks and the whole accumulation window, so that an update does not depend on how a batch
+    is split.
 
     Args:
         model: the drafter. Parameters in half precision are cast to fp32 (under AdamW a bf16 norm stays at 1.0); use
@@ -96,6 +102,7 @@ class DFlashTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.add_callback(_EpochOfAnchors())
         self.model_accepts_loss_kwargs = True  # `_get_num_items_in_batch` gives the global normaliser
         self.loss_is_scaled_for_ga = True
         self.head = OutputHead(self.target_model, config)
@@ -126,6 +133,21 @@ class DFlashTrainer(Trainer):
                 for ids in examples["input_ids"]
             ]
         return DrafterDataset(examples, features)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """As transformers makes it, but the last batch is not filled up with examples that were counted already.
+
+        Args:
+            eval_dataset: other data, in a form that `prepare_dataset` takes, or the name of one of the evaluation sets.
+        """
+        if isinstance(eval_dataset, Dataset):
+            rows = prepare_dataset(eval_dataset, self.processing_class, max_length=self.args.max_length)
+            eval_dataset = DrafterDataset(rows)
+        even_batches, self.accelerator.even_batches = self.accelerator.even_batches, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.accelerator.even_batches = even_batches
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW as transformers makes it, or Muon for the matrices (`args.optimizer`)."""
@@ -169,7 +191,7 @@ class DFlashTrainer(Trainer):
             weight, bias = self.head.rows(token_ids)
 
             def logits_of(rows):
-                return self.head.transform(nn.functional.linear(rows, weight, bias))
+                return self.head.transform(nn.functional.linear(rows.to(weight.dtype), weight, bias))
 
         terms = chunked_cross_entropy(
             rows=hidden.flatten(0, -2)[active],

@@ -1,0 +1,255 @@
+"""Examples from token ids and from chat messages: which tokens are supervised, and what is refused."""
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash_hf.data.chat import encode_messages, has_anchor, normalize_messages, prepare_dataset
+from dflash_hf.errors import DatasetError, DFlashError
+
+WORDS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "you",
+    "are",
+    "helpful",
+    "hi",
+    "there",
+    "how",
+    "is",
+    "it",
+    "one",
+    "two",
+    "three",
+    "four",
+]
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Drops the content of every assistant turn but the last one, as templates do that strip earlier thinking.
+REWRITES = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and not loop.last %}one<|im_end|>\n"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+CONVERSATION = [
+    {"role": "system", "content": "you are helpful"},
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "how is it"},
+    {"role": "user", "content": "one two"},
+    {"role": "assistant", "content": "three four three"},
+]
+SHAREGPT = [
+    {"from": "system", "value": "you are helpful"},
+    {"from": "human", "value": "hi there"},
+    {"from": "gpt", "value": "how is it"},
+    {"from": "human", "value": "one two"},
+    {"from": "gpt", "value": "three four three"},
+]
+
+
+def make_tokenizer(template=CHATML):
+    """One token a word, split at spaces and newlines; the two marks are special tokens."""
+    words = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate([*WORDS, "<unk>"])}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def supervised(tokenizer, ids, mask):
+    return " ".join(tokenizer.convert_ids_to_tokens([token for token, value in zip(ids, mask) if value]))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED.replace("{% generation", "{%- generation")])
+def test_assistant_turns_and_their_end_are_supervised(template):
+    """By prefix rendering and by generation marks alike: every assistant turn with its end mark, nothing else."""
+    tokenizer = make_tokenizer(template)
+    ids, mask = encode_messages(CONVERSATION, tokenizer)
+    text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"] and len(ids) == len(mask)
+    assert supervised(tokenizer, ids, mask) == "how is it <|im_end|> three four three <|im_end|>"
+    starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+    assert all(tokenizer.convert_ids_to_tokens(ids[start - 1]) == "assistant" for start in starts) and len(starts) == 2
+
+
+def test_a_response_that_repeats_the_prompt_is_found_by_place():
+    """Spans come from positions, so equal words in a user turn stay unsupervised."""
+    tokenizer = make_tokenizer()
+    ids, mask = encode_messages(
+        [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "one two"}], tokenizer
+    )
+    assert sum(mask) == 3 and mask[:4] == [0] * 4 and supervised(tokenizer, ids, mask) == "one two <|im_end|>"
+
+
+def test_a_conversation_that_ends_with_the_user():
+    """The open last turn adds nothing to the mask."""
+    tokenizer = make_tokenizer()
+    ids, mask = encode_messages(CONVERSATION[:4], tokenizer)
+    assert supervised(tokenizer, ids, mask) == "how is it <|im_end|>"
+
+
+def test_sharegpt_equals_openai():
+    """human and gpt are user and assistant."""
+    assert normalize_messages(SHAREGPT) == CONVERSATION
+    tokenizer = make_tokenizer()
+    first = prepare_dataset(Dataset.from_dict({"messages": [CONVERSATION]}), tokenizer)
+    second = prepare_dataset(Dataset.from_dict({"conversations": [SHAREGPT]}), tokenizer)
+    assert first[0] == second[0]
+
+
+def test_unknown_speaker_is_named():
+    """The error gives the speaker and those that are known."""
+    with pytest.raises(DatasetError, match="'narrator'.*human"):
+        normalize_messages([{"from": "narrator", "value": "hi"}])
+
+
+def test_empty_fields_of_openai_messages_are_dropped():
+    """datasets fills absent keys with None, which templates would print."""
+    assert normalize_messages([{"role": "user", "content": "hi", "tool_calls": None}]) == [
+        {"role": "user", "content": "hi"}
+    ]
+
+
+def test_all_four_column_sets_give_input_ids_and_loss_mask():
+    """Exactly two columns come out, whatever else goes in."""
+    tokenizer = make_tokenizer()
+    ids, mask = encode_messages(CONVERSATION, tokenizer)
+    split = mask.index(1)
+    sources = {
+        "ids": {"input_ids": [ids], "loss_mask": [mask], "source": ["x"]},
+        "messages": {"messages": [CONVERSATION], "id": [7]},
+        "conversations": {"conversations": [SHAREGPT]},
+    }
+    for name, columns in sources.items():
+        prepared = prepare_dataset(Dataset.from_dict(columns), tokenizer)
+        assert sorted(prepared.column_names) == ["input_ids", "loss_mask"], name
+        assert prepared[0] == {"input_ids": ids, "loss_mask": mask}, name
+    prepared = prepare_dataset(Dataset.from_dict({"prompt_ids": [ids[:split]], "response_ids": [ids[split:]]}))
+    assert prepared[0] == {"input_ids": ids, "loss_mask": [0] * split + [1] * (len(ids) - split)}
+
+
+def test_boolean_masks_become_integers():
+    """A mask of True and False is taken."""
+    prepared = prepare_dataset(Dataset.from_dict({"input_ids": [[5, 6, 7]], "loss_mask": [[False, True, True]]}))
+    assert prepared[0]["loss_mask"] == [0, 1, 1]
+
+
+def test_max_length_cuts_the_end_and_drops_what_loses_its_response():
+    """Both lists are cut alike; an example whose response is cut off goes."""
+    data = Dataset.from_dict({"prompt_ids": [[1] * 3, [1] * 9], "response_ids": [[2] * 9, [2] * 9]})
+    prepared = prepare_dataset(data, max_length=6)
+    assert len(prepared) == 1
+    assert prepared[0] == {"input_ids": [1] * 3 + [2] * 3, "loss_mask": [0] * 3 + [1] * 3}
+    assert len(prepare_dataset(data, max_length=None)[1]["input_ids"]) == 18
+
+
+def test_examples_without_an_anchor_are_dropped():
+    """An anchor needs two neighbouring supervised tokens."""
+    data = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 3, "loss_mask": [[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]})
+    assert prepare_dataset(data)["loss_mask"][:] == [[0, 0, 1, 1]]
+    assert [has_anchor(mask) for mask in ([], [1], [1, 1], [1, 0, 1], [0, 1, 1, 0])] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def refuse(columns, tokenizer=None, **more):
+    with pytest.raises(DatasetError) as caught:
+        prepare_dataset(Dataset.from_dict(columns), tokenizer, **more)
+    assert isinstance(caught.value, DFlashError) and isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    """Without marks such a template hides where a response is; the error names the turn and both remedies."""
+    text = refuse({"messages": [CONVERSATION]}, make_tokenizer(REWRITES))
+    assert "turn 2" in text and "generation" in text and "`input_ids` and `loss_mask`" in text
+
+
+def test_a_template_that_rewrites_is_fine_for_one_turn():
+    """Nothing earlier to rewrite: used."""
+    tokenizer = make_tokenizer(REWRITES)
+    ids, mask = encode_messages(CONVERSATION[:3], tokenizer)
+    assert supervised(tokenizer, ids, mask) == "how is it <|im_end|>"
+
+
+def test_a_tokenizer_without_template_is_refused():
+    """The error names the class and the attribute to set."""
+    text = refuse({"messages": [CONVERSATION]}, make_tokenizer(None))
+    assert "has no chat template" in text and "tokenizer.chat_template" in text
+
+
+def test_messages_without_tokenizer_are_refused():
+    """The error names the argument."""
+    assert "processing_class" in refuse({"messages": [CONVERSATION]})
+
+
+def test_a_slow_tokenizer_without_marks_is_refused():
+    """No offsets, no marks: the error offers a fast tokenizer or ids."""
+
+    class Slow:
+        chat_template = CHATML
+        is_fast = False
+
+    text = refuse({"messages": [CONVERSATION]}, Slow())
+    assert "Slow" in text and "fast tokenizer" in text
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"input_ids": [[1, 2, 3]], "loss_mask": [[0, 0, 0]]},
+        {"input_ids": [[1, 2, 3]], "loss_mask": [[1, 0, 1]]},
+        {"prompt_ids": [[1, 2, 3]], "response_ids": [[4]]},
+    ],
+)
+def test_nothing_to_train_on_is_refused(columns):
+    """The error gives the number of examples and what to check."""
+    text = refuse(columns, max_length=33)
+    assert "None of the 1 examples" in text and "loss_mask" in text and "max_length (33)" in text
+
+
+def test_responses_cut_off_by_max_length_are_refused():
+    """max_length is named as a possible reason."""
+    text = refuse({"prompt_ids": [[1] * 50], "response_ids": [[2] * 9]}, max_length=40)
+    assert "max_length (40)" in text
+
+
+def test_a_user_only_dataset_is_refused():
+    """Messages without an assistant turn have nothing to learn from."""
+    assert "nothing to train" in refuse({"messages": [CONVERSATION[:2]]}, make_tokenizer())
+
+
+def test_unknown_columns_are_refused():
+    """The error lists what is there and the four forms that are taken."""
+    text = refuse({"text": ["hi"], "label": [1]})
+    for word in ("['label', 'text']", "messages", "conversations", "loss_mask", "prompt_ids", "response_ids"):
+        assert word in text, word
+
+
+def test_lengths_that_differ_are_refused():
+    """Both lengths are named."""
+    text = refuse({"input_ids": [[1, 2, 3]], "loss_mask": [[1, 1]]})
+    assert "3 input_ids" in text and "2 loss_mask" in text

@@ -1,0 +1,78 @@
+"""What the generation tests share: plain generate as the oracle, and a drafter that knows the continuation."""
+
+import torch
+from conftest import tiny_drafter, tiny_target
+
+from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel
+
+
+def small_target(family: str = "llama", **more):
+    """A random target of four layers."""
+    return tiny_target(family, **{"layers": 4, **more})
+
+
+def drafter_for(target, **more) -> DFlashDraftModel:
+    """A random drafter that taps the first and the third layer."""
+    return tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+
+
+def prompt(length: int = 6, *, vocab: int = 97, seed: int = 0) -> torch.LongTensor:
+    """Random ids `[1, length]`, the special ones (0 to 3) left out."""
+    return torch.randint(4, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(target, ids, **options):
+    """Plain greedy generate."""
+    return target.generate(ids, **{"do_sample": False, **options})
+
+
+def assisted(target, drafter, ids, **options):
+    """The same call with the drafter."""
+    return target.generate(ids, assistant_model=drafter, **{"do_sample": False, **options})
+
+
+def assert_same_ids(target, drafter, ids, **options):
+    """Greedy output of both, equal token for token; returns it."""
+    expected = plain(target, ids, **options)
+    assert assisted(target, drafter, ids, **options).tolist() == expected.tolist()
+    return expected
+
+
+def propose(monkeypatch, text: torch.LongTensor, *, wrong=lambda position: position % 5 == 3, offset: int = 0):
+    """Let the drafter propose `text [1, n]`, except at the positions where `wrong` says so.
+
+    The real drafter still runs, so that its cache and features are kept as always. `offset` is the number of positions
+    before the first context row.
+    """
+    real = DFlashCandidateGenerator.draft_logits
+    known = text[0].tolist()
+
+    def draft_logits(self, anchor, num_tokens):
+        position = offset + self.cache.get_seq_length() + self._features.shape[1]
+        logits = real(self, anchor, num_tokens).clone()
+        for row, at in enumerate(range(position + 1, position + 1 + num_tokens)):
+            if at < len(known):
+                token = (known[at] + 1) % logits.shape[-1] if wrong(at) else known[at]
+                logits[row, token] = logits[row].max() + 20.0
+        return logits
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
+
+
+class PutRecorder:
+    """A streamer that keeps what it was given."""
+
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        assert not self.ends
+        self.puts.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
+
+
+def hook_count(target) -> int:
+    """Forward hooks on all modules of a model."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in target.modules())

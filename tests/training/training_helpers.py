@@ -1,0 +1,117 @@
+"""Small data sets, arguments and slow reference computations that the training tests share."""
+
+import math
+import random
+
+import conftest
+import torch
+from conftest import tiny_target
+from datasets import Dataset
+
+from dflash_hf import DFlashTrainer, DFlashTrainingArguments
+
+UNEVEN = (9, 31, 14, 22, 12, 27, 18, 25)  # example lengths; every other one needs padding in a batch
+
+
+def tiny_drafter(target, **more):
+    """A random drafter with taps 0 and 2, input scale 1."""
+    return conftest.tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+
+
+def rows(lengths=UNEVEN, *, prompt=4, vocab=97, seed=0, holes=False):
+    """Examples with random tokens, supervised after the prompt; `holes` drops some supervised tokens in the middle."""
+    source = random.Random(seed)
+    ids = [[source.randrange(4, vocab) for _ in range(length)] for length in lengths]
+    masks = [[0] * prompt + [1] * (length - prompt) for length in lengths]
+    if holes:
+        for mask in masks:
+            for position in range(prompt + 3, len(mask), 5):
+                mask[position] = 0
+    return Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
+
+
+def arguments(folder, **more):
+    """Arguments of a quiet run on a CPU."""
+    common = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        num_anchors=6,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=3,
+        max_steps=1,
+        warmup_steps=0,
+        dataloader_pin_memory=False,
+    )
+    return DFlashTrainingArguments(**{**common, **more})
+
+
+def make_trainer(
+    folder, *, train=None, evaluation=None, target=None, drafter=None, optimizers=(None, None), callbacks=None, **more
+):
+    """A trainer of a tiny drafter on `rows()`."""
+    target = tiny_target() if target is None else target
+    drafter = tiny_drafter(target) if drafter is None else drafter
+    return DFlashTrainer(
+        model=drafter,
+        target_model=target,
+        args=arguments(folder, **more),
+        train_dataset=rows() if train is None else train,
+        eval_dataset=evaluation,
+        optimizers=optimizers,
+        callbacks=callbacks,
+    )
+
+
+def collate(trainer, indices=None, split="train"):
+    """A batch of a trainer's own examples."""
+    dataset = trainer.train_dataset if split == "train" else trainer.eval_dataset
+    return trainer.data_collator([dataset[i] for i in (range(len(dataset)) if indices is None else indices)])
+
+
+def weights_of(model):
+    """A detached copy of all parameters."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def reference_blocks(trainer, batch):
+    """Full-vocabulary logits of each kept block, one example and one block at a time, without any training mask.
+
+    Yields (row, block number, logits [B, V], labels [B]). The features are the target's own hidden_states of the
+    unpadded example; the drafter runs on the prefix before the anchor, without cache.
+    """
+    target, drafter = trainer.target_model, trainer.model
+    config = drafter.config
+    for row in range(len(batch["input_ids"])):
+        length = int(batch["attention_mask"][row].sum())
+        ids = batch["input_ids"][row, :length]
+        with torch.no_grad():
+            states = target(input_ids=ids[None], output_hidden_states=True).hidden_states
+        # taps below the last layer only, where hidden_states[i + 1] is the raw output of layer i
+        features = torch.cat([states[tap + 1] for tap in config.target_layer_ids], dim=-1)
+        for number, (anchor, keep) in enumerate(zip(batch["anchors"][row].tolist(), batch["keep"][row].tolist())):
+            if not keep:
+                continue
+            noise_ids = torch.tensor([int(ids[anchor])] + [config.mask_token_id] * (config.block_size - 1))
+            noise = target.get_input_embeddings().weight[noise_ids][None] * (config.input_embedding_scale or 1.0)
+            hidden = drafter(noise_embeds=noise, context_hidden_states=features[:, :anchor]).last_hidden_state[0]
+            yield row, number, hidden @ target.get_output_embeddings().weight.T, batch["labels"][row, number]
+
+
+def reference_loss(trainer, batch, gamma, vocabulary=None):
+    """Decayed cross-entropy by loops, with gradient; `vocabulary` restricts softmax and labels to these tokens."""
+    total, weight_sum = 0.0, 0.0
+    supervised = None if vocabulary is None else set(vocabulary[0])
+    for _, _, logits, labels in reference_blocks(trainer, batch):
+        for slot in range(1, len(labels)):
+            label = int(labels[slot])
+            if label < 0 or (supervised is not None and label not in supervised):
+                continue
+            row = logits[slot] if vocabulary is None else logits[slot][torch.tensor(vocabulary[1])]
+            weight = math.exp(-(slot - 1) / gamma)
+            total = total + weight * (torch.logsumexp(row, 0) - logits[slot, label])
+            weight_sum += weight
+    return total / weight_sum
