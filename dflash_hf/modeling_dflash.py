@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from .configuration_dflash import DFlashConfig
 from .draft_cache import DraftCache
 from .errors import CheckpointError, DFlashError
 from .masks import block_visibility, to_additive
+
+# GenerationStats of each drafter's latest call; a thread's own, and gone with it.
+_LATEST = threading.local()
 
 # What of a drafter's generation_config is its own; special tokens are the target's business.
 _DRAFTING_KNOBS = {
@@ -243,13 +247,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
-        self._generation_stats: dict[int, Any] = {}
         self.post_init()
 
     @property
     def last_generation_stats(self):
         """`GenerationStats` of this thread's latest `generate` call with this drafter; None before the first."""
-        return self._generation_stats.get(threading.get_ident())
+        return getattr(_LATEST, "stats", {}).get(self)
+
+    def keep_generation_stats(self, stats: Any) -> None:
+        """Make `stats` this thread's latest; called at the end of a `generate` call."""
+        if not hasattr(_LATEST, "stats"):
+            _LATEST.stats = weakref.WeakKeyDictionary()
+        _LATEST.stats[self] = stats
 
     def new_cache(self) -> DraftCache:
         """An empty cache for context keys and values."""

@@ -378,7 +378,7 @@ def test_a_processor_that_runs_the_target(trained_pair):
     lengths = drafter.last_generation_stats.acceptance_lengths
     assert max(lengths) > 3
     other = prompt(13, seed=5, vocab=120)
-    for run in (lambda: target(other), lambda: plain(target, other, max_new_tokens=3)):
+    for run in (lambda: target(other.expand(2, -1)), lambda: plain(target, other, max_new_tokens=3)):
         output = assisted(target, drafter, ids, logits_processor=LogitsProcessorList([RunsTheTarget(run)]), **options)
         assert output.tolist() == expected.tolist()
         assert drafter.last_generation_stats.acceptance_lengths == lengths

@@ -119,7 +119,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
 def _inference_block_size(drafter: DFlashDraftModel) -> int:
     trained = drafter.config.block_size
-    block_size = getattr(drafter.generation_config, "block_size", None) or trained
+    block_size = getattr(drafter.generation_config, "block_size", None)
+    if block_size is None:
+        return trained
     if not 2 <= block_size <= trained:
         raise DFlashConfigError(
             f"generation_config.block_size is {block_size}; this drafter was trained with blocks of {trained}, so it "

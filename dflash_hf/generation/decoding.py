@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -116,7 +115,7 @@ class DFlashDecoding:
             self.drafter.train(training)
             self.stats.new_tokens = self.length - self.prompt_length
             self.stats.total_seconds = time.perf_counter() - started
-            self.drafter._generation_stats[threading.get_ident()] = self.stats
+            self.drafter.keep_generation_stats(self.stats)
         if self.streamer is not None:
             self.streamer.end()
         return self.recorder.result(self.ids[:, : self.length], self.forward.cache)
@@ -151,7 +150,7 @@ class DFlashDecoding:
         self.stats.draft_seconds += drafted - started
         self.stats.verify_seconds += verified - drafted
         kept, stopped = self._accept(outputs.logits, sequence[0, self.length :], draft_scores)
-        self.recorder.add_round(outputs, kept=kept, rows=num_tokens + 1)
+        self.recorder.add_round(outputs, cache=self.forward.cache, kept=kept, rows=num_tokens + 1)
         self.stats.proposed.append(num_tokens)
         self.stats.produced.append(kept)
         # The anchor and the accepted proposals stay; the newest token has not been run.

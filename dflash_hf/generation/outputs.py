@@ -38,8 +38,13 @@ class OutputRecorder:
         if self.hidden_states is not None:
             self.hidden_states += (outputs.hidden_states,)
 
-    def add_round(self, outputs: Any, *, kept: int, rows: int) -> None:
-        """States of the first `kept` of `rows` verified positions, one tuple of layers a position."""
+    def add_round(self, outputs: Any, *, cache: Any, kept: int, rows: int) -> None:
+        """States of the first `kept` of `rows` verified positions, one tuple of layers a position.
+
+        Args:
+            outputs: of the target's forward pass over the block.
+            cache: the target's, before the rollback.
+        """
         if self.hidden_states is not None:
             self.hidden_states += tuple(
                 tuple(layer[:, row : row + 1] for layer in outputs.hidden_states) for row in range(kept)
@@ -47,8 +52,8 @@ class OutputRecorder:
         if self.attentions is not None:
             self.attentions += tuple(
                 tuple(
-                    None if layer is None else layer[:, :, row : row + 1, : layer.shape[-1] - rows + row + 1]
-                    for layer in outputs.attentions
+                    None if weights is None else _weights_of_step(weights, row, rows, layer)
+                    for weights, layer in zip(outputs.attentions, cache.layers)
                 )
                 for row in range(kept)
             )
@@ -66,3 +71,13 @@ class OutputRecorder:
             hidden_states=self.hidden_states,
             **{"cache" if "cache" in names else "past_key_values": cache},
         )
+
+
+def _weights_of_step(weights: torch.Tensor, row: int, rows: int, cache_layer: Any) -> torch.Tensor:
+    """Row `row` of `rows` verified ones `[1, heads, rows, keys]`, with the keys that a step of one token would have."""
+    weights = weights[:, :, row : row + 1]
+    if cache_layer.is_compileable:  # a static layer: always all of its columns
+        return weights
+    end = weights.shape[-1] - rows + row + 1
+    window = getattr(cache_layer, "sliding_window", None) or end
+    return weights[..., max(0, end - window) : end]
