@@ -94,14 +94,14 @@ class DFlashConfig(PreTrainedConfig):
     num_key_value_heads: int = 8
     head_dim: int = 128
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | int = 1e-6
     max_position_embeddings: int = 32768
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
     layer_types: list[str] | None = None
     sliding_window: int | None = None
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     vocab_size: int = 151936
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

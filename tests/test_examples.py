@@ -55,12 +55,13 @@ def test_benchmark_counts_identical_prompts_and_runs_the_stock_loop(pair, tmp_pa
     assert result["prompts"] == result["identical_prompts"] == result["identical_to_stock_loop"] == 3
 
 
-def test_round_overhead_measures_both_loops(tmp_path):
+def test_benchmark_round_measures_every_loop(tmp_path):
     file = tmp_path / "result.json"
-    run_example("round_overhead.py", "--new-tokens", "12", "--repeats", "1", "--json", str(file))
+    run_example("benchmark_round.py", "--new-tokens", "12", "--repeats", "1", "--json", str(file))
     result = json.loads(file.read_text())
-    for loop in ("greedy", "sampling"):
-        assert result[loop]["stock_ms"] > 0 and result[loop]["dflash_hf_ms"] > 0
+    for mode in ("greedy", "sampling"):
+        for loop in ("transformers", "dflash_hf"):
+            assert all(result[mode][loop][part] > 0 for part in ("draft_ms", "verify_ms", "rest_ms"))
 
 
 def test_publish_writes_weights_and_a_card_with_the_facts(tmp_path):

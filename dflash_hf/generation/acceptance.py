@@ -5,56 +5,61 @@ from __future__ import annotations
 import torch
 
 
-def accept_greedy(*, draft: torch.LongTensor, scores: torch.Tensor) -> list[int]:
+def accept_greedy(*, draft: torch.LongTensor, scores: torch.Tensor) -> list[list[int]]:
     """Longest prefix equal to the target's argmax, then the target's own token.
 
     Args:
-        draft: `[k]` proposals.
-        scores: `[k + 1, V]` target scores after processors.
+        draft: `[b, k]` proposals.
+        scores: `[b, k + 1, V]` target scores after processors.
 
     Returns:
-        1 to k + 1 token ids.
+        for each row 1 to k + 1 token ids.
     """
+    count = draft.shape[1]
     chosen = scores.argmax(dim=-1)
     # One transfer a round: the host decides how far to go.
-    values = torch.cat([draft.to(chosen.device), chosen]).tolist()
-    proposed, chosen = values[: len(draft)], values[len(draft) :]
+    rows = torch.cat([draft.to(chosen.device), chosen], dim=1).tolist()
+    return [_longest_prefix(row[:count], row[count:]) for row in rows]
+
+
+def _longest_prefix(proposed: list[int], chosen: list[int]) -> list[int]:
     accepted = 0
     while accepted < len(proposed) and proposed[accepted] == chosen[accepted]:
         accepted += 1
     return chosen[: accepted + 1]
 
 
-def accept_sampled(*, draft: torch.LongTensor, draft_scores: torch.Tensor, scores: torch.Tensor) -> list[int]:
+def accept_sampled(*, draft: torch.LongTensor, draft_scores: torch.Tensor, scores: torch.Tensor) -> list[list[int]]:
     """Speculative sampling (arXiv 2211.17192, algorithm 1): the tokens have the target's distribution exactly.
 
     Proposal x stays with probability min(1, p(x) / q(x)); the first one that does not is drawn again from
     max(0, p - q), renormalised; after k accepted ones the last token is drawn from p.
 
     Args:
-        draft: `[k]` proposals, each drawn from its row of softmax(draft_scores).
-        draft_scores: `[k, V]` after processors.
-        scores: `[k + 1, V]` target scores after processors.
+        draft: `[b, k]` proposals, each drawn from its row of softmax(draft_scores).
+        draft_scores: `[b, k, V]` after processors.
+        scores: `[b, k + 1, V]` target scores after processors.
 
     Returns:
-        1 to k + 1 token ids.
+        for each row 1 to k + 1 token ids.
     """
-    count = len(draft)
+    batch, count = draft.shape
     p = scores.softmax(dim=-1)
     q = torch.zeros_like(p)  # the row after the last proposal has q = 0, so its residual is p itself
-    q[:count] = draft_scores.softmax(dim=-1)
-    rows = torch.arange(count, device=p.device)
-    kept = torch.rand(count, device=p.device) * q[rows, draft] < p[rows, draft]
-    accepted = kept.long().cumprod(dim=0).sum()
-    last = torch.multinomial(_residual(p[accepted], q[accepted]), num_samples=1)
-    values = torch.cat([accepted[None], draft, last]).tolist()
-    return [*values[1 : 1 + values[0]], values[-1]]
+    q[:, :count] = draft_scores.softmax(dim=-1)
+    p_draft, q_draft = (x[:, :count].gather(-1, draft[..., None])[..., 0] for x in (p, q))
+    kept = torch.rand(draft.shape, device=p.device) * q_draft < p_draft
+    accepted = kept.long().cumprod(dim=1).sum(dim=1)
+    rows = torch.arange(batch, device=p.device)
+    last = torch.multinomial(_residual(p[rows, accepted], q[rows, accepted]), num_samples=1)
+    values = torch.cat([accepted[:, None], draft, last], dim=1).tolist()
+    return [[*row[1 : 1 + row[0]], row[-1]] for row in values]
 
 
 def accept_one(
     *, draft: int | None, draft_scores: torch.Tensor | None, scores: torch.Tensor, do_sample: bool
 ) -> tuple[int, bool]:
-    """One position at a time, for processors that must see accepted prefixes in order.
+    """One position of one row, for processors that must see accepted prefixes in order.
 
     Args:
         draft: the proposal at this position, or None after the last one.
@@ -77,6 +82,6 @@ def accept_one(
 
 
 def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(0, p - q), not normalised; p itself where rounding leaves nothing (then p equals q)."""
+    """max(0, p - q) over the last dimension, not normalised; p itself where rounding leaves nothing."""
     residual = (p - q).clamp(min=0)
-    return torch.where(residual.sum() > 0, residual, p)
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)

@@ -19,30 +19,42 @@ class DFlashCandidateGenerator(CandidateGenerator):
     the block's own are dropped after each proposal.
 
     Args:
-        drafter: the draft model. `generation_config.block_size` on it shortens the block.
+        drafter: the draft model. On its `generation_config`, `block_size` shortens the block itself, and
+            `num_assistant_tokens` only what is sent to the target.
         target: the model whose embedding and head it borrows.
         processors: the call's logits processors.
         do_sample: sample from q, or take the largest logit.
+        batch_size: b, rows of every call.
 
     Raises:
-        DFlashConfigError: if the inference block size is not between 2 and the trained one.
+        DFlashConfigError: if the inference block size is not between 2 and the trained one, or
+            `num_assistant_tokens` is below 1.
     """
 
     requires_model_outputs = False
 
-    def __init__(self, drafter: DFlashDraftModel, target: nn.Module, *, processors: Processors, do_sample: bool):
+    def __init__(
+        self,
+        drafter: DFlashDraftModel,
+        target: nn.Module,
+        *,
+        processors: Processors,
+        do_sample: bool,
+        batch_size: int = 1,
+    ):
         config = drafter.config
         self.drafter = drafter
         self.target = target
         self.processors = processors
         self.do_sample = do_sample
         self.block_size = _inference_block_size(drafter)
+        self.max_proposals = _max_proposals(drafter, self.block_size)
         self.device = drafter.norm.weight.device
         self.head = OutputHead(target, config)
         self.head_device = target.get_output_embeddings().weight.device
         self.embedding_scale = config.input_embedding_scale
         self.cache = drafter.new_cache()
-        masks = torch.full((1, self.block_size), config.mask_token_id)
+        masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
         self._block = embed_tokens(target, masks, scale=self.embedding_scale).to(self.device).clone()
         self._offsets = torch.arange(self.block_size, device=self.device)
@@ -53,15 +65,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Take the features of positions that were accepted.
 
         Args:
-            features: `[1, n, K * H_t]` raw concat.
-            position_ids: `[1, n]`, absolute.
+            features: `[b, n, K * H_t]` raw concat.
+            position_ids: `[b, n]`, absolute.
         """
         if self._features is not None:  # a round without a proposal left its features here
             self.drafter.append_context(self._features, position_ids=self._positions, cache=self.cache)
         self._features, self._positions = features, position_ids.to(self.device)
 
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
-        """Raw draft logits `[num_tokens, V]` for the tokens after `anchor [1, 1]`.
+        """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`.
 
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
@@ -76,40 +88,41 @@ class DFlashCandidateGenerator(CandidateGenerator):
         ).last_hidden_state
         self._features = self._positions = None
         self.cache.crop(length)
-        return self.head(hidden[0, 1 : 1 + num_tokens].to(self.head_device))
+        return self.head(hidden[:, 1 : 1 + num_tokens].to(self.head_device))
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Propose up to B - 1 tokens after `input_ids`.
+        """Propose tokens after `input_ids`.
 
         Args:
-            input_ids: `[1, L]`; the last one is the anchor.
-            num_tokens: how many to propose; by default B - 1.
+            input_ids: `[b, L]`; the last ones are the anchors.
+            num_tokens: how many to propose; by default `max_proposals`.
 
         Returns:
-            candidate ids `[1, L + num_tokens]`, and when sampling the scores `[num_tokens, V]` whose softmax is q.
+            candidate ids `[b, L + num_tokens]`, and when sampling the scores `[b, num_tokens, V]` whose softmax is q.
         """
-        num_tokens = self.block_size - 1 if num_tokens is None else num_tokens
+        num_tokens = self.max_proposals if num_tokens is None else num_tokens
         logits = self.draft_logits(input_ids[:, -1:], num_tokens).to(input_ids.device)
         processors = self.processors
         if processors.draft_rowwise:
             if not self.do_sample and not processors.draft:
-                return torch.cat([input_ids, logits.argmax(dim=-1)[None]], dim=1), None
+                return torch.cat([input_ids, logits.argmax(dim=-1)], dim=1), None
             scores = processors.on_rows(input_ids, logits.float(), draft=True)
             tokens = self._choose(scores)
-            return torch.cat([input_ids, tokens[None]], dim=1), scores if self.do_sample else None
+            return torch.cat([input_ids, tokens], dim=1), scores if self.do_sample else None
         # A processor looks at the prefix: slot k's prefix holds the tokens chosen for the slots before it.
         rows = []
-        for logits_row in logits.float():
-            rows.append(processors.draft(input_ids, logits_row[None]))
-            input_ids = torch.cat([input_ids, self._choose(rows[-1])[None]], dim=1)
-        return input_ids, torch.cat(rows) if self.do_sample else None
+        for slot in range(num_tokens):
+            rows.append(processors.draft(input_ids, logits[:, slot].float())[:, None])
+            input_ids = torch.cat([input_ids, self._choose(rows[-1])], dim=1)
+        return input_ids, torch.cat(rows, dim=1) if self.do_sample else None
 
     def _choose(self, scores: torch.Tensor) -> torch.LongTensor:
+        """One token `[b, n]` for each row of `scores [b, n, V]`."""
         if not self.do_sample:
             return scores.argmax(dim=-1)
-        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
+        return torch.multinomial(scores.softmax(dim=-1).flatten(0, 1), num_samples=1).view(scores.shape[:2])
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
@@ -128,3 +141,15 @@ def _inference_block_size(drafter: DFlashDraftModel) -> int:
             f"runs with 2 to {trained}."
         )
     return block_size
+
+
+def _max_proposals(drafter: DFlashDraftModel, block_size: int) -> int:
+    wanted = drafter.generation_config.num_assistant_tokens
+    if wanted is None:
+        return block_size - 1
+    if wanted < 1:
+        raise DFlashConfigError(
+            f"generation_config.num_assistant_tokens is {wanted}; a round proposes at least 1 token. Set 1 to "
+            f"{block_size - 1}, or None for the whole block."
+        )
+    return min(int(wanted), block_size - 1)

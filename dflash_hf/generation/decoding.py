@@ -131,11 +131,11 @@ class DFlashDecoding:
         generator.add_context(features, self.forward.prompt_positions(features.shape[1]))
         self.recorder.add_prefill(outputs)
         self.stats.prefill_seconds = time.perf_counter() - started
-        nothing = self.ids[0, :0]
+        nothing = self.ids[:, :0]
         kept, stopped = self._accept(outputs.logits[:, -1:], nothing, None)
         while not stopped:
             # One row of each verification is the target's own token, so this never passes the maximum length.
-            budget = min(generator.block_size - 1, self.stop.max_length - self.length - 1)
+            budget = min(generator.max_proposals, self.stop.max_length - self.length - 1)
             kept, stopped = self._round(generator, budget)
 
     def _round(self, generator: DFlashCandidateGenerator, num_tokens: int) -> tuple[int, bool]:
@@ -149,7 +149,7 @@ class DFlashDecoding:
         verified = time.perf_counter()
         self.stats.draft_seconds += drafted - started
         self.stats.verify_seconds += verified - drafted
-        kept, stopped = self._accept(outputs.logits, sequence[0, self.length :], draft_scores)
+        kept, stopped = self._accept(outputs.logits, sequence[:, self.length :], draft_scores)
         self.recorder.add_round(outputs, cache=self.forward.cache, kept=kept, rows=num_tokens + 1)
         self.stats.proposed.append(num_tokens)
         self.stats.produced.append(kept)
@@ -167,24 +167,24 @@ class DFlashDecoding:
 
         Args:
             logits: `[1, k + 1, V]`.
-            draft: `[k]`.
-            draft_scores: `[k, V]` when sampling.
+            draft: `[1, k]`.
+            draft_scores: `[1, k, V]` when sampling.
         """
         if not self.processors.rowwise:
             return self._accept_in_order(logits, draft, draft_scores)
         prefix = self.ids[:, : self.length]
-        raw = logits[0].to(device=self.ids.device)
+        raw = logits.to(device=self.ids.device)
         plain_greedy = not self.do_sample and not self.processors.all and not self.recorder.wanted
         scores = raw if plain_greedy else self.processors.on_rows(prefix, raw.float(), draft=False)
         if not self.do_sample:
-            tokens = accept_greedy(draft=draft, scores=scores)
-        elif len(draft):
-            tokens = accept_sampled(draft=draft, draft_scores=draft_scores, scores=scores)
+            (tokens,) = accept_greedy(draft=draft, scores=scores)
+        elif draft.shape[1]:
+            (tokens,) = accept_sampled(draft=draft, draft_scores=draft_scores, scores=scores)
         else:
-            tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)[0].tolist()
+            tokens = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1)[0].tolist()
         self.ids[0, self.length : self.length + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
         for count, token in enumerate(tokens, start=1):
-            if self._keep(token, scores[count - 1 : count], raw[count - 1 : count]):
+            if self._keep(token, scores[:, count - 1], raw[:, count - 1]):
                 return count, True
         return len(tokens), False
 
@@ -192,14 +192,14 @@ class DFlashDecoding:
         self, logits: torch.Tensor, draft: torch.LongTensor, draft_scores: torch.Tensor | None
     ) -> tuple[int, bool]:
         """As `_accept`, position by position: a processor may keep state, so it sees accepted prefixes only."""
-        proposals: list[int | None] = [*draft.tolist(), None]
+        proposals: list[int | None] = [*draft[0].tolist(), None]
         for row, proposal in enumerate(proposals):
             raw = logits[:, row].to(device=self.ids.device, dtype=torch.float32, copy=True)
             kept_logits = raw.clone() if self.recorder.logits is not None else raw
             scores = self.processors.all(self.ids[:, : self.length], raw)
             token, accepted = accept_one(
                 draft=proposal,
-                draft_scores=None if draft_scores is None or proposal is None else draft_scores[row],
+                draft_scores=None if draft_scores is None or proposal is None else draft_scores[0, row],
                 scores=scores[0],
                 do_sample=self.do_sample,
             )

@@ -62,8 +62,9 @@ class Processors:
         self.draft_rowwise = all(type(processor) in ROWWISE_CLASSES for processor in self.draft)
 
     def on_rows(self, input_ids: torch.LongTensor, logits: torch.Tensor, *, draft: bool) -> torch.Tensor:
-        """All rows at once; only for row-wise processors. `logits [n, V]`, fp32 -> scores `[n, V]`."""
+        """All positions at once; only for row-wise processors. fp32 `logits [b, n, V]` -> scores `[b, n, V]`."""
         processors = self.draft if draft else self.all
         if not processors:
             return logits
-        return processors(input_ids.expand(logits.shape[0], -1), logits)
+        rows = input_ids.repeat_interleave(logits.shape[1], dim=0)
+        return processors(rows, logits.flatten(0, 1)).view_as(logits)

@@ -53,7 +53,7 @@ def propose(monkeypatch, text: torch.LongTensor, *, wrong=lambda position: posit
         for row, at in enumerate(range(position + 1, position + 1 + num_tokens)):
             if at < len(known):
                 token = (known[at] + 1) % logits.shape[-1] if wrong(at) else known[at]
-                logits[row, token] = logits[row].max() + 20.0
+                logits[0, row, token] = logits[0, row].max() + 20.0
         return logits
 
     monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)

@@ -168,6 +168,21 @@ def test_generate_prepares_these_processors(name, pair, monkeypatch):
     ]
 
 
+def in_batch(rule):
+    """A rule for one row, called as the rules of `acceptance` are, with a batch of one."""
+
+    def batched(*, draft, draft_scores, scores):
+        return [rule(draft=draft[0], draft_scores=draft_scores[0], scores=scores[0])]
+
+    return batched
+
+
+def accept_sampled(*, draft, draft_scores, scores):
+    """`acceptance.accept_sampled` on one row."""
+    (tokens,) = acceptance.accept_sampled(draft=draft[None], draft_scores=draft_scores[None], scores=scores[None])
+    return tokens
+
+
 def no_subtraction(*, draft, draft_scores, scores):
     """Wrong: after a rejection the token is drawn from p instead of max(0, p - q)."""
     p, q = scores.softmax(-1), draft_scores.softmax(-1)
@@ -179,12 +194,12 @@ def no_subtraction(*, draft, draft_scores, scores):
 
 def q_taken_for_p(*, draft, draft_scores, scores):
     """Wrong: the ratio is taken against the target's own distribution, so that every proposal stays."""
-    return acceptance.accept_sampled(draft=draft, draft_scores=scores[: len(draft)], scores=scores)
+    return accept_sampled(draft=draft, draft_scores=scores[: len(draft)], scores=scores)
 
 
 def test_generate_without_subtraction_is_found(pair, monkeypatch):
     """The check on generate has the power to see it, with fewer draws than the check above takes."""
-    monkeypatch.setattr(decoding, "accept_sampled", no_subtraction)
+    monkeypatch.setattr(decoding, "accept_sampled", in_batch(no_subtraction))
     _, processors = SETTINGS["temperature"]
     counts, _ = draw(pair, decode_once, processors, FEWER_DRAWS)
     assert chi_square_p_value(counts, exact_joint(pair[0], prompt(4, vocab=VOCAB), processors)) < LEVEL
@@ -227,7 +242,7 @@ def test_a_drafter_that_equals_the_target_is_always_accepted(pair, monkeypatch):
             with torch.no_grad():
                 rows.append(target(input_ids).logits[:, -1])
             input_ids = torch.cat([input_ids, torch.multinomial(rows[-1].softmax(-1), 1)], dim=1)
-        return input_ids, torch.cat(rows)
+        return input_ids, torch.stack(rows, dim=1)
 
     monkeypatch.setattr(decoding.DFlashCandidateGenerator, "get_candidates", get_candidates)
     torch.manual_seed(0)
@@ -290,7 +305,7 @@ def in_order(*, draft, draft_scores, scores):
     return tokens
 
 
-@pytest.mark.parametrize("accept", [acceptance.accept_sampled, in_order])
+@pytest.mark.parametrize("accept", [accept_sampled, in_order])
 def test_acceptance_rule(accept, rows):
     """Both forms of the rule give p exactly."""
     torch.manual_seed(0)
@@ -316,7 +331,7 @@ def shared_uniform(*, draft, draft_scores, scores):
     [
         (no_subtraction, draw_from_q),
         (q_taken_for_p, draw_from_q),
-        (acceptance.accept_sampled, lambda q: q.argmax(-1)),
+        (accept_sampled, lambda q: q.argmax(-1)),
         (shared_uniform, draw_from_q),
     ],
     ids=["residual is p", "q taken for p", "greedy draft", "shared uniform"],
@@ -333,8 +348,7 @@ def test_tokens_the_target_excludes_are_never_kept():
     draft_scores = torch.tensor([[-float("inf"), 0.0, -float("inf")]])
     torch.manual_seed(0)
     seen = {
-        tuple(acceptance.accept_sampled(draft=torch.tensor([1]), draft_scores=draft_scores, scores=scores))
-        for _ in range(100)
+        tuple(accept_sampled(draft=torch.tensor([1]), draft_scores=draft_scores, scores=scores)) for _ in range(100)
     }
     assert seen == {(0,), (2,)}
     seen = {
@@ -350,5 +364,6 @@ def test_accept_greedy_by_brute_force():
     chosen = [2, 0, 3, 1]
     for draft in itertools.product(range(4), repeat=3):
         right = next((row for row in range(3) if draft[row] != chosen[row]), 3)
-        assert acceptance.accept_greedy(draft=torch.tensor(draft), scores=scores) == chosen[: right + 1]
-    assert acceptance.accept_greedy(draft=torch.tensor([], dtype=torch.long), scores=scores[:1]) == [2]
+        assert acceptance.accept_greedy(draft=torch.tensor([draft]), scores=scores[None]) == [chosen[: right + 1]]
+    nothing = torch.empty((1, 0), dtype=torch.long)
+    assert acceptance.accept_greedy(draft=nothing, scores=scores[None, :1]) == [[2]]
