@@ -5,6 +5,18 @@ transformers' Auto classes and lets `generate` accept it as `assistant_model`.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time the names load on first use
+    from .configuration_dflash import DFlashConfig
+    from .errors import DFlashError
+    from .generation.candidate_generator import DFlashCandidateGenerator
+    from .generation.integration import install, uninstall
+    from .generation.statistics import GenerationStats
+    from .modeling_dflash import DFlashDraftModel
+    from .training.arguments import DFlashTrainingArguments
+    from .training.collator import DFlashDataCollator
+    from .training.trainer import DFlashTrainer
 
 __version__ = "0.1.0"
 
@@ -21,7 +33,19 @@ _PUBLIC = {
     "uninstall": ".generation.integration",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [
+    "DFlashCandidateGenerator",
+    "DFlashConfig",
+    "DFlashDataCollator",
+    "DFlashDraftModel",
+    "DFlashError",
+    "DFlashTrainer",
+    "DFlashTrainingArguments",
+    "GenerationStats",
+    "__version__",
+    "install",
+    "uninstall",
+]
 
 
 def __getattr__(name: str):

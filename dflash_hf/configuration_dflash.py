@@ -298,8 +298,6 @@ class DFlashConfig(PreTrainedConfig):
         A drafter that was loaded and not changed gets the very keys and values that it came with.
         """
         self.check()
-        if push_to_hub:
-            return self.push_to_hub(kwargs.pop("repo_id", None) or os.path.basename(save_directory), **kwargs)
         os.makedirs(save_directory, exist_ok=True)
         path = os.path.join(save_directory, "config.json")
         temporary = f"{path}.tmp"
@@ -307,7 +305,8 @@ class DFlashConfig(PreTrainedConfig):
             json.dump(self._on_disk(), file, indent=2, sort_keys=True)
             file.write("\n")
         os.replace(temporary, path)
-        return None
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", None) or os.path.basename(save_directory), **kwargs)
 
 
 def _meaning(fields: dict[str, Any]) -> dict[str, Any]:

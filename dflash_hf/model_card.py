@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,33 @@ _TEMPLATES = (
     Path(__file__).with_name("model_card_template.md"),
     Path(__file__).resolve().parent.parent / "model_cards" / "TEMPLATE.md",
 )
+
+
+# The last line of a card that this package wrote: a digest of the rest, so that an edit by hand shows.
+_SEAL = "<!-- dflash_hf card {digest} -->"
+
+
+def write_card(card: ModelCard, path: Path) -> None:
+    """Write a card with its seal, under a temporary name first.
+
+    Args:
+        card: from `fill_card`.
+        path: the README.md.
+    """
+    body = str(card).rstrip() + "\n"
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(body + _seal_of(body) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def is_untouched(text: str) -> bool:
+    """Whether a card is exactly as `write_card` left it; nobody's words are lost by writing it anew."""
+    body, newline, last = text.rstrip("\n").rpartition("\n")
+    return last == _seal_of(body + newline)
+
+
+def _seal_of(body: str) -> str:
+    return _SEAL.format(digest=hashlib.sha256(body.encode()).hexdigest()[:16])
 
 
 def card_data(

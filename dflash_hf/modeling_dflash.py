@@ -8,7 +8,7 @@ checkpoint in their layout is this model's state dict.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import threading
 import weakref
 from typing import Any
@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import cached_file
 
 from .checkpoints.zlab import KEY_MAPPING
 from .configuration_dflash import DFlashConfig
@@ -225,6 +226,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = False
 
+    def _supports_logits_to_keep(self) -> bool:
+        # transformers asks an assistant this only where the package's gate is not installed.
+        raise DFlashError("generate does not know DFlash drafters yet. Call dflash_hf.install() first.")
+
 
 class DFlashDraftModel(DFlashPreTrainedModel):
     """A DFlash drafter. It has no embedding and no output head: it borrows the target's.
@@ -350,17 +355,29 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             **{**kwargs, "ignore_mismatched_sizes": True},
         )
         _require_complete(pretrained_model_name_or_path, info)
-        where = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-        hub = {key: kwargs[key] for key in where if key in kwargs}
-        with contextlib.suppress(OSError):  # the file is optional: published drafters have none
-            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        if pretrained_model_name_or_path is not None:
+            where = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+            hub = {key: kwargs[key] for key in where if key in kwargs}
+            # Optional: published drafters have none.
+            optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+            if cached_file(pretrained_model_name_or_path, "generation_config.json", **hub, **optional) is not None:
+                model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         return (model, info) if with_info else model
 
-    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
-        """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True) and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, push_to_hub: bool = False, **kwargs):
+        """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own.
+
+        Takes the arguments of `PreTrainedModel.save_pretrained`.
+        """
+        hub = {
+            key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private") if push_to_hub and key in kwargs
+        }
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
             self.generation_config.save_pretrained(save_directory)
+        if push_to_hub:  # as a whole, so that no file of the folder is left out
+            hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
+            self.push_to_hub(**hub, token=kwargs.get("token"))
 
 
 def _require_complete(source: str, info: dict[str, Any]) -> None:

@@ -51,15 +51,18 @@ def embed_tokens(target: nn.Module, token_ids: torch.LongTensor, *, scale: float
             embedding module returns, with a norm that wraps the embedding (Muse) bypassed.
     """
     embedding = target.get_input_embeddings()
+    token_ids = token_ids.to(execution_device(embedding))
+    if scale is not None and embedding.weight.is_meta:  # offloaded: only a call of the module brings its rows in
+        return embedding(token_ids) * (scale / float(getattr(embedding, "scalar_embed_scale", 1.0)))
     if scale is not None:
-        rows = functional.embedding(token_ids.to(embedding.weight.device), embedding.weight)
+        rows = functional.embedding(token_ids, embedding.weight)
         return rows if scale == 1.0 else rows * scale
     norm = getattr(embedding, "embed_norm", None)
     if norm is None:
-        return embedding(token_ids.to(embedding.weight.device))
+        return embedding(token_ids)
     embedding.embed_norm = nn.Identity()
     try:
-        return embedding(token_ids.to(embedding.weight.device))
+        return embedding(token_ids)
     finally:
         embedding.embed_norm = norm
 
@@ -101,6 +104,7 @@ class OutputHead:
     def rows(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight rows `[v, H]` and bias `[v]` of some tokens, for logits over a part of the vocabulary."""
         bias = getattr(self.head, "bias", None)
+        token_ids = token_ids.to(self.head.weight.device)
         return self.head.weight[token_ids], None if bias is None else bias[token_ids]
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
@@ -110,6 +114,21 @@ class OutputHead:
         if self.softcap is not None and self.softcap > 0:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes: its weight's device, or that of accelerate's hook where the weight is offloaded."""
+    hook = getattr(module, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return module.weight.device if device is None else torch.device(device)
+
+
+def position_limit(target: nn.Module) -> int | None:
+    """Positions that a learned position table has; None for rotary targets, which have no such limit."""
+    text = target.config.get_text_config(decoder=True)
+    if getattr(text, "rope_parameters", None) is not None:
+        return None
+    return getattr(text, "max_position_embeddings", None)
 
 
 class FeatureCapture:

@@ -47,14 +47,14 @@ def main(
             return_dict=True,
             return_tensors="pt",
         ).to(model.device)
-        for row in rows.select(range(limit))
+        for row in rows.select(range(min(limit, len(rows))))
     ]
 
     def progress(number: int, total: Comparison) -> None:
         numbers = total.as_dict()
         console.print(
-            f"{number + 1:3d}/{limit}  identical {total.identical}/{total.prompts}  acceptance length "
-            f"{total.acceptance_length:.3f}  plain {numbers['plain_tokens_per_second']:.1f} tokens/s  dflash "
+            f"{number + 1:3d}/{len(prompts)}  identical {total.identical}/{total.prompts}  acceptance length "
+            f"{total.stats.acceptance_length:.3f}  plain {numbers['plain_tokens_per_second']:.1f} tokens/s  dflash "
             f"{numbers['dflash_tokens_per_second']:.1f} tokens/s  ratio {numbers['speedup']:.3f}",
             highlight=False,
         )

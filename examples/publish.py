@@ -16,7 +16,7 @@ import torch
 import typer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.model_card import card_data, fill_card, training_curve
+from dflash_hf.model_card import card_data, fill_card, training_curve, write_card
 
 
 def main(
@@ -28,6 +28,7 @@ def main(
     benchmark: Annotated[Path | None, typer.Option(help="JSON of a benchmark, for the card.")] = None,
     benchmark_command: Annotated[str, typer.Option(help="The command that measured it.")] = "",
     benchmark_description: Annotated[str, typer.Option(help="A sentence on what was measured.")] = "",
+    training_dataset: Annotated[str | None, typer.Option(help="Hub id of the training data.")] = None,
     dataset_name: Annotated[str, typer.Option(help="Name of the benchmark's dataset.")] = "GSM8K",
     dataset_type: Annotated[str, typer.Option(help="Hub id of the benchmark's dataset.")] = "openai/gsm8k",
     license: Annotated[str, typer.Option(help="License of the weights.")] = "apache-2.0",
@@ -49,7 +50,13 @@ def main(
     state = json.loads((drafter / "trainer_state.json").read_text())
     name = repo_id or output.name
     card = fill_card(
-        data=card_data(name=name, base_model=base_model, license=license, datasets=[dataset_type], benchmark=measured),
+        data=card_data(
+            name=name,
+            base_model=base_model,
+            license=license,
+            datasets=[training_dataset] if training_dataset else None,
+            benchmark=measured,
+        ),
         config=model.config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=dtype,
@@ -60,7 +67,7 @@ def main(
         },
         benchmark=measured,
     )
-    card.save(output / "README.md")
+    write_card(card, output / "README.md")
     if repo_id is not None:
         model.push_to_hub(repo_id)
         card.push_to_hub(repo_id)

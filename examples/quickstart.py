@@ -50,7 +50,7 @@ def load_target(name: str | None):
     """Target and tokenizer: `name`, or the packaged model, or the Hub's."""
     packaged = packaged_target() if name is None else None
     folder, options = (packaged[0], {"gguf_file": packaged[1]}) if packaged else (name or TARGET_ON_HUB, {})
-    console.print(f"Target: {folder}")
+    console.print(f"Target: {folder}", markup=False)
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     dtype = torch.float32 if not torch.cuda.is_available() else "auto"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
@@ -67,13 +67,15 @@ def main(
     """Compare plain generation with DFlash on three questions, or on your own."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
-    console.print(f"Drafter: {drafter}, block {draft.config.block_size}, {draft.config.num_hidden_layers} layers\n")
+    console.print(
+        f"Drafter: {drafter}, block {draft.config.block_size}, {draft.config.num_hidden_layers} layers\n", markup=False
+    )
     questions = prompt or [f"{question}\nSolve the problem step by step." for question in QUESTIONS]
 
     def prompts():
         for question in questions:
             console.rule("question")
-            console.print(question, highlight=False)
+            console.print(question, highlight=False, markup=False)
             console.rule("answer")
             yield tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}],

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import GOLDEN
+from conftest import GOLDEN, Golden
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -95,3 +95,75 @@ def test_train_asks_for_a_mask_token(target_folder, tmp_path):
     )
     assert result.exit_code == 1
     assert "--mask-token-id" in result.output
+
+
+def tiny_data(folder, count=4):
+    data = folder / "data.jsonl"
+    rows = [{"prompt_ids": [3, 4, 5 + i], "response_ids": list(range(6, 30))} for i in range(count)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(data)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--taps", "a,b", "--mask-token-id", "127"], ["--taps", "'a,b'"]),
+        (["--init-from", str(PAIR / "drafter"), "--layers", "4"], ["--layers", "brings its own"]),
+        (["--mask-token-id", "127", "--resume"], ["--resume", "no checkpoint"]),
+        (["--mask-token-id", "127", "--data", "nowhere.jsonl"], ["There is no file nowhere.jsonl"]),
+        (["--mask-token-id", "127", "--taps", "1,2", "--eval-examples", "9"], ["--eval-examples 9", "4 examples"]),
+    ],
+)
+def test_mistakes_are_answered_in_words(target_folder, tmp_path, options, parts):
+    """One message and exit 1, no traceback."""
+    arguments = ["train", "--target", target_folder, "--output", str(tmp_path / "out")]
+    result = runner.invoke(app, [*arguments, "--data", tiny_data(tmp_path), *options])
+    assert result.exit_code == 1, result.output
+    for part in parts:
+        assert part in " ".join(result.output.split())
+
+
+def test_a_missing_drafter_is_named(tmp_path):
+    result = runner.invoke(app, ["info", str(tmp_path / "nowhere")])
+    assert result.exit_code == 1 and "nowhere" in result.output and "Traceback" not in result.output
+
+
+def test_messages_may_hold_what_looks_like_markup(target_folder, tmp_path):
+    """A tokenizer's `[/INST]` is text, not a closing tag of rich."""
+    folder = make_target_folder(tmp_path / "target")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["[/INST]"])
+    tokenizer.save_pretrained(folder)
+    arguments = ["train", "--target", folder, "--output", str(tmp_path / "out"), "--data", tiny_data(tmp_path)]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 1 and "[/INST]" in result.output
+
+
+def test_generate_keeps_the_drafter_s_own_block_size(target_folder, tmp_path):
+    """The option overrides only when it is given."""
+    from dflash_hf import DFlashDraftModel
+
+    drafter = DFlashDraftModel.from_pretrained(PAIR / "drafter")
+    drafter.generation_config.block_size = 2
+    drafter.save_pretrained(tmp_path)
+    words = " ".join(f"w{token}" for token in Golden("generation").io["p0.input_ids"][0].tolist())
+    arguments = ["generate", "--target", target_folder, "--drafter", str(tmp_path), "--prompt", words]
+    short = runner.invoke(app, [*arguments, "--max-new-tokens", "25", "--dtype", "float32"]).output
+    full = runner.invoke(app, [*arguments, "--max-new-tokens", "25", "--dtype", "float32", "--block-size", "8"]).output
+    rounds = [int(text.split(" rounds")[0].split()[-1]) for text in (short, full)]
+    assert rounds[0] >= 12 and rounds[1] <= 8
+
+
+def test_init_from_keeps_taps_and_resume_goes_on(target_folder, tmp_path):
+    """A warm start has the drafter's own shape; a second call with --resume trains the missing steps."""
+    out = tmp_path / "out"
+    arguments = ["train", "--target", target_folder, "--data", tiny_data(tmp_path), "--output", str(out)]
+    arguments += ["--init-from", str(PAIR / "drafter"), "--anchors", "4", "--save-every", "1", "--log-every", "1"]
+    first = runner.invoke(app, [*arguments, "--max-steps", "1"])
+    second = runner.invoke(app, [*arguments, "--max-steps", "2", "--resume"])
+    assert first.exit_code == second.exit_code == 0, first.output + second.output
+    assert "taps [0, 1, 2]" in " ".join(first.output.split())
+    assert "step 2 " in second.output and "step 1 " not in second.output
+    assert "2 updates" in (out / "README.md").read_text()

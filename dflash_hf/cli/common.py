@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import DFlashError
 
@@ -16,14 +17,14 @@ errors = Console(stderr=True)
 
 
 def reports_errors(command: Callable) -> Callable:
-    """Print the package's own errors as one message and exit with 1; anything else keeps its traceback."""
+    """Print errors of the package and of missing files as one message and exit with 1; others keep their traceback."""
 
     @functools.wraps(command)
     def run(*args, **kwargs):
         try:
             return command(*args, **kwargs)
-        except DFlashError as error:
-            errors.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        except (DFlashError, OSError) as error:  # a missing file or repository is the user's to mend as well
+            errors.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
             raise typer.Exit(1) from error
 
     return run
@@ -51,7 +52,7 @@ def load_target(target: str, *, gguf_file: str | None, dtype: str, device_map: s
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"gguf_file": gguf} if (gguf := gguf_file_in(target, gguf_file)) else {}
-    with console.status(f"Loading the target {target}"):
+    with console.status(f"Loading the target {escape(target)}"):
         tokenizer = AutoTokenizer.from_pretrained(target, **where)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map, **where)
     return model.eval(), tokenizer

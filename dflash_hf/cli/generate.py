@@ -41,7 +41,9 @@ def generate(
 
     model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype, device_map=device_map)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype, revision=revision or "main")
-    draft.to(model.device).generation_config.block_size = block_size
+    draft.to(model.device)
+    if block_size is not None:
+        draft.generation_config.block_size = block_size
     if raw or not getattr(tokenizer, "chat_template", None):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:

@@ -19,14 +19,17 @@ def train(
         int | None, typer.Option(help="Reserved id that the tokenizer never emits (required for a new drafter).")
     ] = None,
     init_from: Annotated[str | None, typer.Option(help="Start from this drafter and keep its taps.")] = None,
-    layers: Annotated[int, typer.Option(help="Draft layers of a new drafter.")] = 5,
-    block_size: Annotated[int, typer.Option(help="Block size of a new drafter, anchor included.")] = 16,
+    layers: Annotated[int | None, typer.Option(help="Draft layers of a new drafter; 5 by default.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Block size of a new drafter, anchor included; 16 by default.")
+    ] = None,
     taps: Annotated[str | None, typer.Option(help="Tapped target layers, e.g. 1,8,14,20,27.")] = None,
     target_name: Annotated[str | None, typer.Option(help="Target name to record in the drafter's config.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the target: auto, float32, bfloat16.")] = "auto",
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     eval_data: Annotated[str | None, typer.Option(help="Dataset to evaluate on.")] = None,
+    eval_split: Annotated[str | None, typer.Option(help="Split of --eval-data; --split by default.")] = None,
     eval_examples: Annotated[int, typer.Option(help="Without --eval-data: hold this many last examples out.")] = 0,
     max_length: Annotated[int, typer.Option(help="Longest example, in tokens.")] = 3072,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 6.0,
@@ -56,6 +59,7 @@ def train(
     import torch
     from transformers import set_seed
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
+    from transformers.trainer_utils import get_last_checkpoint
 
     from dflash_hf import DFlashConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 
@@ -63,6 +67,14 @@ def train(
     from ..errors import DFlashError
     from .progress import RichProgress
 
+    if resume and (not output.is_dir() or get_last_checkpoint(str(output)) is None):
+        raise DFlashError(f"--resume: {output} holds no checkpoint. Leave the option out to start anew.")
+    new = {"layers": layers, "block-size": block_size, "taps": taps, "mask-token-id": mask_token_id}
+    given = [f"--{name}" for name, value in new.items() if value is not None]
+    if init_from is not None and given:
+        raise DFlashError(f"{given[0]} is for a new drafter; {init_from} brings its own. Leave out {', '.join(given)}.")
+    rows = load_rows(data, split=split)
+    held_out = None if eval_data is None else load_rows(eval_data, split=eval_split or split)
     target_model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype)
     set_seed(seed)
     if init_from is not None:
@@ -76,15 +88,13 @@ def train(
         config = DFlashConfig.from_target(
             target_model.config,
             mask_token_id=mask_token_id,
-            num_hidden_layers=layers,
-            block_size=block_size,
-            target_layer_ids=[int(part) for part in taps.split(",")] if taps else None,
+            num_hidden_layers=layers or 5,
+            block_size=block_size or 16,
+            target_layer_ids=parse_taps(taps),
         )
         drafter = DFlashDraftModel(config)
     if target_name is not None:
         drafter.config.target_name_or_path = target_name
-    rows = load_rows(data, split=split)
-    held_out = None if eval_data is None else load_rows(eval_data, split=split)
     if held_out is None and eval_examples > 0:
         if eval_examples >= len(rows):
             raise DFlashError(f"--eval-examples {eval_examples} leaves nothing of {len(rows)} examples to train on.")
@@ -142,4 +152,20 @@ def train(
     trainer.save_model(str(output))
     trainer.save_state()
     trainer.create_model_card()
-    console.print(f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}")
+    console.print(
+        f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}", markup=False
+    )
+
+
+def parse_taps(taps: str | None) -> list[int] | None:
+    """`"1,8,14"` -> `[1, 8, 14]`."""
+    from ..errors import DFlashError
+
+    if taps is None:
+        return None
+    try:
+        return [int(part) for part in taps.split(",")]
+    except ValueError as error:
+        raise DFlashError(
+            f"--taps is {taps!r}; give layer numbers with commas between them, such as 1,8,14."
+        ) from error

@@ -35,6 +35,11 @@ def prepare_dataset(dataset: Dataset, tokenizer: Any = None, *, max_length: int 
         DatasetError: unknown columns, lengths that differ, a template that cannot mark the response, or a dataset in
             which no example has two neighbouring supervised tokens.
     """
+    if not isinstance(dataset, Dataset):
+        raise DatasetError(
+            f"The data is a {type(dataset).__name__}; it must be a `datasets.Dataset` (Dataset.from_list makes one of "
+            "a list, Dataset.from_generator of a stream)."
+        )
     columns = set(dataset.column_names)
     if {"input_ids", "loss_mask"} <= columns:
         convert = _from_ids
@@ -72,6 +77,21 @@ def prepare_dataset(dataset: Dataset, tokenizer: Any = None, *, max_length: int 
             f"that max_length ({max_length}) does not cut the responses off."
         )
     return usable
+
+
+def check_token_ids(dataset: Dataset, num_rows: int) -> None:
+    """Check that every token id of prepared examples is a row of the target's embedding.
+
+    Raises:
+        DatasetError: naming the first that is not.
+    """
+    for number, ids in enumerate(dataset["input_ids"]):
+        if min(ids) < 0 or max(ids) >= num_rows:
+            wrong = next(token for token in ids if not 0 <= token < num_rows)
+            raise DatasetError(
+                f"Example {number} holds token id {wrong}, but the target's embedding has {num_rows} rows. The data "
+                "was tokenised for another model; tokenise it with the target's tokenizer."
+            )
 
 
 def has_anchor(loss_mask: list[int]) -> bool:

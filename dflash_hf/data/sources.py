@@ -41,4 +41,6 @@ def load_rows(name: str, *, split: str = "train", revision: str | None = None) -
         if split not in loaded:
             raise DatasetError(f"{name} has no split {split!r}; it has {', '.join(loaded)}.")
         return loaded[split]
+    if path.suffix in _BUILDERS:
+        raise DatasetError(f"There is no file {name}.")
     return load_dataset(name, split=split, revision=revision)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..generation.statistics import GenerationStats
 from ..modeling_dflash import DFlashDraftModel
 
 
@@ -21,7 +22,7 @@ class Comparison:
         prompts, identical: prompts run, and those whose token ids were the same.
         plain_tokens, plain_seconds: new tokens and wall time of plain generation.
         dflash_tokens, dflash_seconds: the same with the drafter, prefill included in both.
-        proposed, produced: one entry a verification, all prompts in order.
+        stats: the rounds of all prompts, in order.
     """
 
     prompts: int = 0
@@ -30,14 +31,7 @@ class Comparison:
     plain_seconds: float = 0.0
     dflash_tokens: int = 0
     dflash_seconds: float = 0.0
-    proposed: list[int] = field(default_factory=list)
-    produced: list[int] = field(default_factory=list)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per verification of a proposal, bonus token included, pooled over rounds."""
-        lengths = [made for made, tried in zip(self.produced, self.proposed) if tried]
-        return sum(lengths) / len(lengths) if lengths else 0.0
+    stats: GenerationStats = field(default_factory=GenerationStats)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers that a report needs."""
@@ -47,8 +41,8 @@ class Comparison:
             "prompts": self.prompts,
             "identical_prompts": self.identical,
             "same_tokens": self.identical == self.prompts,
-            "acceptance_length": self.acceptance_length,
-            "rounds": len(self.produced),
+            "acceptance_length": self.stats.acceptance_length,
+            "rounds": self.stats.rounds,
             "new_tokens": self.dflash_tokens,
             "plain_tokens_per_second": plain,
             "dflash_tokens_per_second": dflash,
@@ -97,8 +91,8 @@ def compare(
         total.plain_seconds += plain_seconds
         total.dflash_tokens += drafted.shape[1] - length
         total.dflash_seconds += dflash_seconds
-        total.proposed += stats.proposed
-        total.produced += stats.produced
+        total.stats.proposed += stats.proposed
+        total.stats.produced += stats.produced
         if on_prompt is not None:
             on_prompt(number, total)
     return total

@@ -8,7 +8,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
-from ..target import OutputHead, embed_tokens
+from ..target import OutputHead, embed_tokens, execution_device
 from .processors import Processors
 
 
@@ -51,7 +51,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.max_proposals = _max_proposals(drafter, self.block_size)
         self.device = drafter.norm.weight.device
         self.head = OutputHead(target, config)
-        self.head_device = target.get_output_embeddings().weight.device
+        self.head_device = execution_device(target.get_output_embeddings())
         self.embedding_scale = config.input_embedding_scale
         self.cache = drafter.new_cache()
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)

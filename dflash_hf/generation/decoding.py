@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..errors import UnsupportedGenerationError
 from ..modeling_dflash import DFlashDraftModel
-from ..target import FeatureCapture, check_compatibility
+from ..target import FeatureCapture, check_compatibility, position_limit
 from .acceptance import accept_greedy, accept_one, accept_sampled
 from .candidate_generator import DFlashCandidateGenerator
 from .outputs import OutputRecorder
@@ -20,6 +20,9 @@ from .processors import Processors
 from .rollback import forget, prepare_for_rollback
 from .statistics import GenerationStats
 from .target_forward import TargetForward
+
+# Tokens that the buffers of a call have room for at first; they grow by doubling.
+_FIRST_ROOM = 1024
 
 
 class StopRule:
@@ -91,8 +94,8 @@ class DFlashDecoding:
         self.stats = GenerationStats()
         self.length = input_ids.shape[1]
         self.prompt_length = self.length
-        room = max(self.stop.max_length - self.length, 1)
-        self.ids = torch.cat([input_ids, input_ids.new_zeros((1, room))], dim=1)
+        self.position_limit = position_limit(target)
+        self.ids = torch.cat([input_ids, input_ids.new_zeros((1, _FIRST_ROOM))], dim=1)
         self.capture = FeatureCapture(target, drafter.config.target_layer_ids)
         self.forward = TargetForward(
             target,
@@ -100,7 +103,7 @@ class DFlashDecoding:
             input_ids=input_ids,
             generation_config=generation_config,
             model_kwargs=model_kwargs,
-            room=room,
+            room=_FIRST_ROOM,
         )
 
     def run(self):
@@ -136,10 +139,14 @@ class DFlashDecoding:
         while not stopped:
             # One row of each verification is the target's own token, so this never passes the maximum length.
             budget = min(generator.max_proposals, self.stop.max_length - self.length - 1)
+            if self.position_limit is not None:
+                budget = max(min(budget, self.position_limit - self.length), 0)
             kept, stopped = self._round(generator, budget)
 
     def _round(self, generator: DFlashCandidateGenerator, num_tokens: int) -> tuple[int, bool]:
         started = time.perf_counter()
+        if self.length + num_tokens + 1 > self.ids.shape[1]:
+            self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)], dim=1)
         sequence, draft_scores = self.ids[:, : self.length], None
         if num_tokens > 0:
             sequence, draft_scores = generator.get_candidates(sequence, num_tokens)

@@ -34,7 +34,6 @@ _PREFIX = (
     "ForcedEOSTokenLogitsProcessor",
     "ExponentialDecayLengthPenalty",
     "SuppressTokensAtBeginLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor",
 )
 
 

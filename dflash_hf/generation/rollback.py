@@ -16,8 +16,9 @@ def prepare_for_rollback(cache: Any) -> None:
     croppable = getattr(cache, "is_croppable", hasattr(cache, "crop"))
     if not croppable:
         raise UnsupportedGenerationError(
-            f"The target's {type(cache).__name__} cannot forget rejected tokens (it holds a recurrent state or a "
-            "quantised layer). Use a target whose cache can be cropped, or generate without assistant_model."
+            f"The target's {type(cache).__name__} cannot forget rejected tokens (it holds a recurrent state, a "
+            "quantised layer or a static layer: sliding ones, before transformers 5.24 all). Use the default dynamic "
+            "cache, a target whose cache can be cropped, or no assistant_model."
         )
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()

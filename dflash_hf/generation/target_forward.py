@@ -42,7 +42,7 @@ class TargetForward:
         input_ids: `[1, L]` prompt.
         generation_config: prepared by `generate`.
         model_kwargs: prepared by `generate`.
-        room: tokens that may come after the prompt.
+        room: tokens after the prompt that positions and mask are laid out for at first; it doubles as needed.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class TargetForward:
         with self.capture.recording():
             outputs = self.target._prefill(self.input_ids, self.generation_config, self.model_kwargs)
         self.model_kwargs[self.key] = outputs[self.key]
-        self._lay_out(outputs)
+        self._lay_out()
         return outputs
 
-    def _lay_out(self, outputs: Any) -> None:
+    def _lay_out(self) -> None:
         device = self.input_ids.device
         ahead = torch.arange(self._room + 1, device=device)
         position_ids = self.model_kwargs.get("position_ids")
@@ -122,6 +122,9 @@ class TargetForward:
         """
         count = sequence.shape[1] - self._prompt_length - start
         total = start + count
+        while total > self._room:
+            self._room *= 2
+            self._lay_out()
         inputs = {key: value for key, value in self.model_kwargs.items() if key != "attention_mask"}
         if self._mask is not None:
             inputs["attention_mask"] = self._mask[:, : self._mask.shape[1] - self._room - 1 + total]

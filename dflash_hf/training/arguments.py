@@ -62,6 +62,7 @@ class DFlashTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         self.label_names = ["labels"]
+        self.remove_unused_columns = False
         if self.features_dir is not None and self.features == "online":
             self.features = "disk"
         _one_of("optimizer", self.optimizer, ("adamw", "muon"))

@@ -42,7 +42,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk_rows)
             with torch.set_grad_enabled(needs_gradient):
                 chunk = rows[part].detach().requires_grad_(needs_gradient)
-                logits = logits_of(chunk).float()
+                logits = logits_of(chunk).float().to(rows.device)
                 losses = functional.cross_entropy(logits, labels[part], reduction="none")
                 weighted = (losses * weights[part]).sum()
             if needs_gradient:

@@ -36,8 +36,8 @@ def count_blocks(*, hits: torch.Tensor, supervised: torch.Tensor, keep: torch.Te
     prefix = right.long().cumprod(dim=-1).sum(dim=-1)
     rows = tuple(range(right.dim() - 1))
     return BlockCounts(
-        correct_prefix_sum=(prefix * keep).sum().double(),
-        block_count=keep.sum().double(),
-        hit_sum=right.sum(dim=rows).double(),
-        slot_count=supervised[..., 1:].sum(dim=rows).double(),
+        correct_prefix_sum=(prefix * keep).sum(),
+        block_count=keep.sum(),
+        hit_sum=right.sum(dim=rows),
+        slot_count=supervised[..., 1:].sum(dim=rows),
     )

@@ -12,10 +12,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..data.chat import prepare_dataset
+from ..configuration_dflash import DFlashConfig
+from ..data.chat import check_token_ids, prepare_dataset
 from ..data.features import build_feature_store, compute_features
 from ..errors import DFlashError
-from ..model_card import card_data, fill_card, training_curve
+from ..model_card import card_data, fill_card, is_untouched, training_curve, write_card
 from ..modeling_dflash import DFlashDraftModel
 from ..target import FeatureCapture, OutputHead, check_compatibility, embed_tokens
 from .anchors import IGNORE, default_gamma, slot_weights
@@ -47,7 +48,8 @@ class DFlashTrainer(Trainer):
             `args.bf16` for autocast.
         target_model: a causal language model, frozen here. It is not part of what is saved.
         args: `DFlashTrainingArguments`.
-        train_dataset, eval_dataset: `datasets.Dataset` in a form that `prepare_dataset` takes.
+        train_dataset, eval_dataset: `datasets.Dataset` in a form that `prepare_dataset` takes; for evaluation also a
+            dictionary of them.
         processing_class: the target's tokenizer, needed for messages.
         callbacks, optimizers: as in transformers' Trainer.
 
@@ -69,17 +71,33 @@ class DFlashTrainer(Trainer):
     ):
         if not isinstance(args, DFlashTrainingArguments):
             raise DFlashError(f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments.")
-        config = model.config
+        config = getattr(model, "config", None)
+        if not isinstance(config, DFlashConfig):
+            raise DFlashError(f"model is a {type(model).__name__}; DFlashTrainer trains a DFlashDraftModel.")
         check_compatibility(config, target_model)
-        config.target_name_or_path = config.target_name_or_path or target_model.config._name_or_path or None
+        target_name = target_model.config._name_or_path
+        if not config.target_name_or_path and target_name and not Path(target_name).is_dir():
+            config.target_name_or_path = target_name  # a local path would mean nothing to others
         self.target_model = target_model.requires_grad_(False).eval()
         if getattr(target_model, "hf_device_map", None) is None:
             self.target_model.to(args.device)
         model.float()
-        train, evaluation = (
-            None if rows is None else prepare_dataset(rows, processing_class, max_length=args.max_length)
-            for rows in (train_dataset, eval_dataset)
-        )
+
+        def prepare(rows):
+            if rows is None:
+                return None
+            prepared = prepare_dataset(rows, processing_class, max_length=args.max_length)
+            check_token_ids(prepared, target_model.get_input_embeddings().weight.shape[0])
+            return prepared
+
+        train = prepare(train_dataset)
+        if isinstance(eval_dataset, dict):
+            evaluation = {
+                name: self._with_features(args, config, prepare(rows), f"eval-{name}")
+                for name, rows in eval_dataset.items()
+            }
+        else:
+            evaluation = self._with_features(args, config, prepare(eval_dataset), "eval")
         frequent = None
         if args.loss_vocab_size is not None and train is not None:
             frequent = frequent_tokens(train, args.loss_vocab_size)
@@ -96,8 +114,8 @@ class DFlashTrainer(Trainer):
             model=model,
             args=args,
             data_collator=collator,
-            train_dataset=None if train is None else self._with_features(args, config, train, "train"),
-            eval_dataset=None if evaluation is None else self._with_features(args, config, evaluation, "eval"),
+            train_dataset=self._with_features(args, config, train, "train"),
+            eval_dataset=evaluation,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -109,9 +127,11 @@ class DFlashTrainer(Trainer):
         self._hit_sum = torch.zeros((), device=args.device)
         self._row_count = torch.zeros((), device=args.device)
 
-    def _with_features(self, args: DFlashTrainingArguments, config, examples: Dataset, split: str) -> DrafterDataset:
-        if args.features == "online":
-            return DrafterDataset(examples)
+    def _with_features(
+        self, args: DFlashTrainingArguments, config: DFlashConfig, examples: Dataset | None, split: str
+    ) -> DrafterDataset | None:
+        if examples is None or args.features == "online":
+            return None if examples is None else DrafterDataset(examples)
         if args.features == "disk":
             progress = logging.tqdm(
                 total=len(examples), desc=f"Features of the {split} examples", disable=args.disable_tqdm
@@ -126,12 +146,9 @@ class DFlashTrainer(Trainer):
                 )
             return DrafterDataset(examples, store)
         with FeatureCapture(self.target_model, config.target_layer_ids) as capture:
-            features = [
-                compute_features(self.target_model, capture, torch.tensor([ids], device=self.target_model.device))[
-                    0
-                ].cpu()
-                for ids in examples["input_ids"]
-            ]
+            device = self.target_model.device
+            rows = (torch.tensor([ids], device=device) for ids in examples["input_ids"])
+            features = [compute_features(self.target_model, capture, row)[0].cpu() for row in rows]
         return DrafterDataset(examples, features)
 
     def get_eval_dataloader(self, eval_dataset=None):
@@ -148,6 +165,10 @@ class DFlashTrainer(Trainer):
             return super().get_eval_dataloader(eval_dataset)
         finally:
             self.accelerator.even_batches = even_batches
+
+    def get_test_dataloader(self, test_dataset):
+        """As `get_eval_dataloader`."""
+        return self.get_eval_dataloader(test_dataset)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW as transformers makes it, or Muon for the matrices (`args.optimizer`)."""
@@ -268,7 +289,8 @@ class DFlashTrainer(Trainer):
         slots = self.accelerator.unwrap_model(self.model).config.block_size - 1
         device = self.args.device
         # loss sum, weight sum, correct prefixes, blocks, examples; then hits and counts by slot
-        sums = torch.zeros(5 + 2 * slots, dtype=torch.float64, device=device)
+        exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        sums = torch.zeros(5 + 2 * slots, dtype=exact, device=device)
         for inputs in dataloader:
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad(), self.accelerator.autocast():
@@ -327,13 +349,13 @@ class DFlashTrainer(Trainer):
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write the drafter's card into `args.output_dir`, unless a README.md is there already.
+        """Write the drafter's card into `args.output_dir`, unless a README.md is there that a person wrote or edited.
 
         The arguments are those of transformers' Trainer, which calls this from `push_to_hub`; `license`, `model_name`,
         `finetuned_from` (the target) and `dataset` are used.
         """
         path = Path(self.args.output_dir) / "README.md"
-        if path.exists() or not self.is_world_process_zero():
+        if not self.is_world_process_zero() or (path.exists() and not is_untouched(path.read_text(encoding="utf-8"))):
             return
         drafter = self.accelerator.unwrap_model(self.model)
         datasets = [dataset] if isinstance(dataset, str) else dataset
@@ -341,7 +363,10 @@ class DFlashTrainer(Trainer):
         args = self.args
         card = fill_card(
             data=card_data(
-                name=model_name or Path(args.output_dir).name, base_model=base_model, license=license, datasets=datasets
+                name=getattr(self, "hub_model_id", None) or model_name or Path(args.output_dir).name,
+                base_model=base_model,
+                license=license,
+                datasets=datasets,
             ),
             config=drafter.config,
             num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
@@ -355,7 +380,7 @@ class DFlashTrainer(Trainer):
                 "curve": training_curve(self.state.log_history),
             },
         )
-        card.save(path)
+        write_card(card, path)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `slot_accuracy` of the training slots since the last training log."""

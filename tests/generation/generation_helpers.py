@@ -1,9 +1,32 @@
 """What the generation tests share: plain generate as the oracle, and a drafter that knows the continuation."""
 
+from dataclasses import fields
+
+import pytest
 import torch
+import transformers
 from conftest import tiny_drafter, tiny_target
+from packaging.version import Version
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel
+
+# transformers 5.24 renamed the cache that generate takes and returns. The tests say `cache`.
+CACHE_NAME = "cache" if "cache" in {item.name for item in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
+
+needs_static_rollback = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"),
+    reason="transformers before 5.24 cannot crop a StaticCache",
+)
+
+
+def cache_of(output):
+    """The target's cache in the output of generate."""
+    return getattr(output, CACHE_NAME)
+
+
+def _named_for_this_version(options: dict) -> dict:
+    return {CACHE_NAME if name == "cache" else name: value for name, value in options.items()}
 
 
 def small_target(family: str = "llama", **more):
@@ -23,12 +46,12 @@ def prompt(length: int = 6, *, vocab: int = 97, seed: int = 0) -> torch.LongTens
 
 def plain(target, ids, **options):
     """Plain greedy generate."""
-    return target.generate(ids, **{"do_sample": False, **options})
+    return target.generate(ids, **{"do_sample": False, **_named_for_this_version(options)})
 
 
 def assisted(target, drafter, ids, **options):
     """The same call with the drafter."""
-    return target.generate(ids, assistant_model=drafter, **{"do_sample": False, **options})
+    return target.generate(ids, assistant_model=drafter, **{"do_sample": False, **_named_for_this_version(options)})
 
 
 def assert_same_ids(target, drafter, ids, **options):

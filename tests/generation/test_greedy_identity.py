@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from generation_helpers import assert_same_ids, assisted, drafter_for, plain, prompt, propose, small_target
+from generation_helpers import (
+    assert_same_ids,
+    assisted,
+    drafter_for,
+    needs_static_rollback,
+    plain,
+    prompt,
+    propose,
+    small_target,
+)
 from target_families import FAMILIES, family_target
 
 
@@ -101,6 +110,7 @@ def test_sliding_window_smaller_than_the_text(prompt_length, monkeypatch):
     assert_same_ids(target, drafter, ids, max_new_tokens=32)
 
 
+@needs_static_rollback
 @pytest.mark.parametrize("new_tokens", [1, 2, 5, 8, 9, 13, 18])
 def test_static_cache(new_tokens, target, drafter, monkeypatch):
     """A cache of fixed size has no row for a block that overshoots."""

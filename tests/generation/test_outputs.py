@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from generation_helpers import assisted, drafter_for, plain, prompt, propose, small_target
+from generation_helpers import (
+    assisted,
+    cache_of,
+    drafter_for,
+    needs_static_rollback,
+    plain,
+    prompt,
+    propose,
+    small_target,
+)
 from target_families import family_target
 
 NEW = 18
@@ -98,7 +107,7 @@ def test_what_is_not_wanted_is_none(target):
     """Without the flags the object holds ids and cache only."""
     output = assisted(target, drafter_for(target), prompt(9), max_new_tokens=NEW, return_dict_in_generate=True)
     assert output.scores is output.logits is output.attentions is output.hidden_states is None
-    assert output.cache is not None
+    assert cache_of(output) is not None
 
 
 def test_flags_without_a_dict_change_nothing(target):
@@ -125,6 +134,7 @@ def test_hidden_states_flag_of_the_targets_config():
     assert_close_nested(output.hidden_states, expected.hidden_states, "hidden_states")
 
 
+@needs_static_rollback
 @pytest.mark.parametrize("name", ["scores", "attentions", "hidden_states"])
 def test_static_cache(name, monkeypatch):
     """A cache of fixed size keeps its columns: attention weights are as wide as it is."""
@@ -150,8 +160,8 @@ def test_returned_cache_can_be_continued(family, new_tokens, monkeypatch):
     propose(monkeypatch, text)
     output = assisted(target, drafter, ids, max_new_tokens=new_tokens, return_dict_in_generate=True)
     assert output.sequences.tolist() == text[:, : 9 + new_tokens].tolist()
-    assert output.cache.get_seq_length() == output.sequences.shape[1] - 1
-    more = plain(target, output.sequences, max_new_tokens=10, cache=output.cache)
+    assert cache_of(output).get_seq_length() == output.sequences.shape[1] - 1
+    more = plain(target, output.sequences, max_new_tokens=10, cache=cache_of(output))
     assert more.tolist() == text.tolist()
 
 
@@ -162,7 +172,7 @@ def test_returned_cache_holds_the_rows_of_plain_generate(target, monkeypatch):
     expected = plain(target, ids, max_new_tokens=NEW, return_dict_in_generate=True)
     propose(monkeypatch, expected.sequences)
     output = assisted(target, drafter, ids, max_new_tokens=NEW, return_dict_in_generate=True)
-    for ours, theirs in zip(output.cache.layers, expected.cache.layers):
+    for ours, theirs in zip(cache_of(output).layers, cache_of(expected).layers):
         torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
 

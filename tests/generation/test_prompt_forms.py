@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from generation_helpers import assisted, drafter_for, plain, prompt, propose, small_target
+from generation_helpers import assisted, cache_of, drafter_for, plain, prompt, propose, small_target
 from target_families import family_target
 from transformers import DynamicCache
 
@@ -36,10 +36,10 @@ def test_second_turn_with_the_full_ids(family, right, earlier, monkeypatch):
     turn = first_turn(target, prompt(6), drafter if earlier == "assisted" else None)
     ids = torch.cat([turn.sequences, prompt(5, seed=9)], dim=1)
     expected = plain(target, ids, max_new_tokens=NEW)  # without the cache: everything from scratch
-    assert plain(target, ids, max_new_tokens=NEW, cache=copy.deepcopy(turn.cache)).tolist() == expected.tolist()
+    assert plain(target, ids, max_new_tokens=NEW, cache=copy.deepcopy(cache_of(turn))).tolist() == expected.tolist()
     if right:
-        propose(monkeypatch, expected, offset=turn.cache.get_seq_length())
-    output = assisted(target, drafter, ids, max_new_tokens=NEW, cache=turn.cache)
+        propose(monkeypatch, expected, offset=cache_of(turn).get_seq_length())
+    output = assisted(target, drafter, ids, max_new_tokens=NEW, cache=cache_of(turn))
     assert output.tolist() == expected.tolist()
     if right:
         assert max(drafter.last_generation_stats.acceptance_lengths) > 2
@@ -54,9 +54,9 @@ def test_second_turn_with_the_new_ids_and_a_mask(family):
     new = torch.cat([turn.sequences[:, -1:], prompt(5, seed=9)], dim=1)
     full = torch.cat([turn.sequences[:, :-1], new], dim=1)
     options = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(full)}
-    expected = plain(target, new, cache=copy.deepcopy(turn.cache), **options)
+    expected = plain(target, new, cache=copy.deepcopy(cache_of(turn)), **options)
     assert expected[:, new.shape[1] :].tolist() == plain(target, full, max_new_tokens=NEW)[:, full.shape[1] :].tolist()
-    assert assisted(target, drafter, new, cache=turn.cache, **options).tolist() == expected.tolist()
+    assert assisted(target, drafter, new, cache=cache_of(turn), **options).tolist() == expected.tolist()
 
 
 def test_second_turn_with_left_padding(monkeypatch):
@@ -69,8 +69,8 @@ def test_second_turn_with_left_padding(monkeypatch):
     ids = torch.cat([turn.sequences, prompt(5, seed=9)], dim=1)
     mask = torch.cat([mask, torch.ones((1, 12), dtype=torch.long)], dim=1)
     expected = plain(target, ids, max_new_tokens=NEW, attention_mask=mask)
-    propose(monkeypatch, expected, offset=turn.cache.get_seq_length())
-    output = assisted(target, drafter, ids, max_new_tokens=NEW, attention_mask=mask, cache=turn.cache)
+    propose(monkeypatch, expected, offset=cache_of(turn).get_seq_length())
+    output = assisted(target, drafter, ids, max_new_tokens=NEW, attention_mask=mask, cache=cache_of(turn))
     assert output.tolist() == expected.tolist()
 
 
@@ -99,7 +99,7 @@ def test_features_of_a_second_turn_have_absolute_positions(target, monkeypatch):
         return real(self, noise, context, position_ids=position_ids, **more)
 
     monkeypatch.setattr(type(drafter), "forward", forward)
-    text = assisted(target, drafter, ids, max_new_tokens=NEW, cache=turn.cache)
+    text = assisted(target, drafter, ids, max_new_tokens=NEW, cache=cache_of(turn))
     with torch.no_grad():
         states = target(text, output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer + 1] for layer in drafter.config.target_layer_ids], dim=-1)

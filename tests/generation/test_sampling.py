@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from generation_helpers import drafter_for, prompt, small_target
+from generation_helpers import CACHE_NAME, drafter_for, prompt, small_target
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -110,7 +110,7 @@ def decode_once(pair, ids, processors):
         generation_config=GenerationConfig(do_sample=True, max_length=ids.shape[1] + 4),
         streamer=None,
         model_kwargs={
-            "cache": DynamicCache(config=pair[0].config),
+            CACHE_NAME: DynamicCache(config=pair[0].config),
             "attention_mask": None,
             "position_ids": torch.arange(ids.shape[1])[None],
             "use_cache": True,

@@ -1,19 +1,11 @@
 """speculation_type="dflash" asks for transformers' own loop: the same drafter, not our decoding."""
 
-import inspect
-
 import pytest
 import torch
 from generation_helpers import assisted, drafter_for, plain, prompt, small_target
 from transformers import GenerationConfig
 
 from dflash_hf.generation import decoding
-
-pytestmark = pytest.mark.skipif(
-    "speculation_type" not in inspect.signature(GenerationConfig).parameters
-    and not hasattr(GenerationConfig(), "speculation_type"),
-    reason="transformers before 5.24 has no DFlash loop",
-)
 
 
 @pytest.fixture
