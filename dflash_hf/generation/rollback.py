@@ -18,7 +18,8 @@ def prepare_for_rollback(cache: Any) -> None:
         raise UnsupportedGenerationError(
             f"The target's {type(cache).__name__} cannot forget rejected tokens (it holds a recurrent state, a "
             "quantised layer or a static layer: sliding ones, before transformers 5.24 all). Use the default dynamic "
-            "cache, a target whose cache can be cropped, or no assistant_model."
+            "cache, a target whose cache can be cropped, or generate "
+            "without assistant_model."
         )
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
