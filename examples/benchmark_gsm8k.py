@@ -34,11 +34,15 @@ def main(
     drafter: Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")] = str(DRAFTER),
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
     stock: Annotated[bool, typer.Option("--stock", help="Also run transformers' own DFlash loop.")] = False,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(help="Send only this many proposals of a block to the target.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Run the comparison and print the totals."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+    draft.generation_config.num_assistant_tokens = num_assistant_tokens
     rows = load_rows(data) if data else load_dataset("openai/gsm8k", "main", split="test")
     prompts = [
         tokenizer.apply_chat_template(
@@ -60,6 +64,7 @@ def main(
         )
 
     result = compare(model, draft, prompts, max_new_tokens=max_new_tokens, on_prompt=progress).as_dict()
+    result["num_assistant_tokens"] = num_assistant_tokens or draft.config.block_size - 1
     result["machine"] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),

@@ -62,6 +62,9 @@ def main(
     target: Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")] = None,
     drafter: Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")] = str(DRAFTER),
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(help="Send only this many proposals of a block to the target.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Compare plain generation with DFlash on three questions, or on your own."""

@@ -24,6 +24,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="With --sample; 0: off.")] = 0,
     block_size: Annotated[int | None, typer.Option(help="Run the drafter with a smaller block.")] = None,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(help="Send only this many proposals of a block to the target.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the target alone and compare.")] = False,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
@@ -44,6 +47,8 @@ def generate(
     draft.to(model.device)
     if block_size is not None:
         draft.generation_config.block_size = block_size
+    if num_assistant_tokens is not None:
+        draft.generation_config.num_assistant_tokens = num_assistant_tokens
     if raw or not getattr(tokenizer, "chat_template", None):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
