@@ -42,7 +42,8 @@ def main(
     """Run the comparison and print the totals."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
-    draft.generation_config.num_assistant_tokens = num_assistant_tokens
+    if num_assistant_tokens is not None:
+        draft.generation_config.num_assistant_tokens = num_assistant_tokens
     rows = load_rows(data) if data else load_dataset("openai/gsm8k", "main", split="test")
     prompts = [
         tokenizer.apply_chat_template(
@@ -64,7 +65,7 @@ def main(
         )
 
     result = compare(model, draft, prompts, max_new_tokens=max_new_tokens, on_prompt=progress).as_dict()
-    result["num_assistant_tokens"] = num_assistant_tokens or draft.config.block_size - 1
+    result["proposals_per_round"] = num_assistant_tokens or draft.config.block_size - 1
     result["machine"] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),

@@ -70,6 +70,8 @@ def main(
     """Compare plain generation with DFlash on three questions, or on your own."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+    if num_assistant_tokens is not None:
+        draft.generation_config.num_assistant_tokens = num_assistant_tokens
     console.print(
         f"Drafter: {drafter}, block {draft.config.block_size}, {draft.config.num_hidden_layers} layers\n", markup=False
     )
