@@ -1,8 +1,13 @@
-"""Attention masks inside a draft block at inference; pure functions. Training masks are in `training/masks.py`."""
+"""Attention masks of a draft forward pass. The rule for training blocks is in `training/masks.py`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
+
+from .errors import DFlashError
 
 
 def block_visibility(
@@ -45,3 +50,66 @@ def block_visibility(
 def to_additive(visible: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """A boolean mask (True is visible) as numbers to add to attention scores: 0 and the dtype's minimum."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+class BlockMasks:
+    """The attention mask of each draft layer, built once for all layers that share one.
+
+    Args:
+        attention_mask: what the caller of `DFlashDraftModel.forward` gave.
+        block: `[b, B, H]`, the slots; their number, dtype and device count.
+        total_length: context rows seen so far (cached ones included) plus B.
+        implementation: transformers' name of the attention implementation.
+    """
+
+    def __init__(self, attention_mask: Any, *, block: torch.Tensor, total_length: int, implementation: str):
+        self.given = attention_mask
+        self.block = block
+        self.total_length = total_length
+        self.implementation = implementation or "eager"
+        self._built: dict[tuple, torch.Tensor | None] = {}
+
+    def of_layer(self, layer: nn.Module, *, num_keys: int) -> Any:
+        """Mask for this layer's attention call, in the form that the attention implementation takes."""
+        given = self.given
+        if isinstance(given, dict):
+            given = given[self.layer_type(layer)]
+        if given is not None and (not isinstance(given, torch.Tensor) or given.dim() == 4):
+            return self._as_implementation_takes_it(self._of_keys(given, num_keys))
+        if "flash" in self.implementation:  # takes causality, window and the 2-D padding mask by themselves
+            return self._of_keys(given, num_keys)
+        key = (layer.is_causal, layer.sliding_window, num_keys)
+        if key not in self._built:
+            visible = block_visibility(
+                block_length=self.block.shape[1],
+                num_keys=num_keys,
+                is_causal=layer.is_causal,
+                sliding_window=layer.sliding_window,
+                padding_mask=None if given is None else given[:, self.total_length - num_keys : self.total_length],
+                device=self.block.device,
+            )
+            self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
+        return self._built[key]
+
+    def _of_keys(self, mask: Any, num_keys: int) -> Any:
+        """The columns of the keys that a layer still has: sliding layers of transformers' caches drop old rows."""
+        if isinstance(mask, torch.Tensor) and mask.shape[-1] == self.total_length:
+            return mask[..., self.total_length - num_keys :]
+        return mask
+
+    def _as_implementation_takes_it(self, mask: Any) -> Any:
+        if not isinstance(mask, torch.Tensor):
+            return mask  # a BlockMask
+        if "flash" in self.implementation:
+            raise DFlashError(
+                f"attn_implementation {self.implementation!r} takes no 4-D mask. Use 'sdpa', 'eager' or "
+                "'flex_attention' for training."
+            )
+        if mask.dtype == torch.bool and self.implementation in ("eager", "flex_attention"):
+            return to_additive(mask, dtype=self.block.dtype)  # these add a dense mask to the scores
+        return mask
+
+    @staticmethod
+    def layer_type(layer: nn.Module) -> str:
+        """The key of a per-layer-type mask dictionary."""
+        return "full_attention" if layer.sliding_window is None else "sliding_attention"

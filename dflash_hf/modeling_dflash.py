@@ -32,7 +32,7 @@ from .checkpoints.zlab import KEY_MAPPING
 from .configuration_dflash import DFlashConfig
 from .draft_cache import DraftCache
 from .errors import CheckpointError, DFlashError
-from .masks import block_visibility, to_additive
+from .masks import BlockMasks
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
@@ -126,68 +126,6 @@ class DFlashAttention(nn.Module):
             is_causal=self.is_causal,
         )
         return self.o_proj(output.reshape(*block.shape[:-1], -1))
-
-
-class BlockMasks:
-    """The attention mask of each draft layer, built once for all layers that share one.
-
-    Args:
-        attention_mask: what the caller of `DFlashDraftModel.forward` gave.
-        block_length: B, the number of query rows.
-        total_length: context rows seen so far (cached ones included) plus B.
-    """
-
-    def __init__(self, attention_mask: Any, *, block: torch.Tensor, total_length: int, implementation: str):
-        self.given = attention_mask
-        self.block = block
-        self.total_length = total_length
-        self.implementation = implementation or "eager"
-        self._built: dict[tuple, torch.Tensor | None] = {}
-
-    def of_layer(self, layer: DFlashAttention, *, num_keys: int) -> Any:
-        """Mask for this layer's attention call, in the form that the attention implementation takes."""
-        given = self.given
-        if isinstance(given, dict):
-            given = given[self.layer_type(layer)]
-        if given is not None and (not isinstance(given, torch.Tensor) or given.dim() == 4):
-            return self._as_implementation_takes_it(self._of_keys(given, num_keys))
-        if "flash" in self.implementation:  # takes causality, window and the 2-D padding mask by themselves
-            return self._of_keys(given, num_keys)
-        key = (layer.is_causal, layer.sliding_window, num_keys)
-        if key not in self._built:
-            visible = block_visibility(
-                block_length=self.block.shape[1],
-                num_keys=num_keys,
-                is_causal=layer.is_causal,
-                sliding_window=layer.sliding_window,
-                padding_mask=None if given is None else given[:, self.total_length - num_keys : self.total_length],
-                device=self.block.device,
-            )
-            self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
-        return self._built[key]
-
-    def _of_keys(self, mask: Any, num_keys: int) -> Any:
-        """The columns of the keys that a layer still has: sliding layers of transformers' caches drop old rows."""
-        if isinstance(mask, torch.Tensor) and mask.shape[-1] == self.total_length:
-            return mask[..., self.total_length - num_keys :]
-        return mask
-
-    def _as_implementation_takes_it(self, mask: Any) -> Any:
-        if not isinstance(mask, torch.Tensor):
-            return mask  # a BlockMask
-        if "flash" in self.implementation:
-            raise DFlashError(
-                f"attn_implementation {self.implementation!r} takes no 4-D mask. Use 'sdpa', 'eager' or "
-                "'flex_attention' for training."
-            )
-        if mask.dtype == torch.bool and self.implementation in ("eager", "flex_attention"):
-            return to_additive(mask, dtype=self.block.dtype)  # these add a dense mask to the scores
-        return mask
-
-    @staticmethod
-    def layer_type(layer: DFlashAttention) -> str:
-        """The key of a per-layer-type mask dictionary."""
-        return "full_attention" if layer.sliding_window is None else "sliding_attention"
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):

@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, modeling_dflash
+from dflash_hf import masks as mask_module
 from dflash_hf.errors import DFlashConfigError, DFlashError
-from dflash_hf.masks import block_visibility, to_additive
-from dflash_hf.modeling_dflash import BlockMasks, DFlashAttention, DFlashDecoderLayer
+from dflash_hf.masks import BlockMasks, block_visibility, to_additive
+from dflash_hf.modeling_dflash import DFlashAttention, DFlashDecoderLayer
 from dflash_hf.target import FeatureCapture, OutputHead, embed_tokens
 
 CASES = sorted(path.name for path in GOLDEN.glob("zlab_*"))
@@ -303,7 +304,7 @@ def _mask_fault(**overrides):
         changes = {key: change(arguments[key]) for key, change in overrides.items()}
         return block_visibility(**{**arguments, **changes})
 
-    return lambda monkeypatch: monkeypatch.setattr(modeling_dflash, "block_visibility", faulty)
+    return lambda monkeypatch: monkeypatch.setattr(mask_module, "block_visibility", faulty)
 
 
 def _input_norm_on_context(monkeypatch):
@@ -391,7 +392,7 @@ def test_a_fault_in_the_code_is_seen(golden, monkeypatch, fault):
             ahead = torch.arange(rows)[None, :] > torch.arange(rows - length, rows)[:, None]
             return visible | ahead
 
-        monkeypatch.setattr(modeling_dflash, "block_visibility", one_sided)
+        monkeypatch.setattr(mask_module, "block_visibility", one_sided)
     else:
         put_back(monkeypatch)
     assert max(differences(model, case)) > 1000 * case.meta["tolerance_suggested"]

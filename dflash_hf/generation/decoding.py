@@ -135,15 +135,16 @@ class DFlashDecoding:
         self.recorder.add_prefill(outputs)
         self.stats.prefill_seconds = time.perf_counter() - started
         nothing = self.ids[:, :0]
-        kept, stopped = self._accept(outputs.logits[:, -1:], nothing, None)
+        _, stopped = self._accept(outputs.logits[:, -1:], nothing, None)
         while not stopped:
             # One row of each verification is the target's own token, so this never passes the maximum length.
             budget = min(generator.max_proposals, self.stop.max_length - self.length - 1)
             if self.position_limit is not None:
                 budget = max(min(budget, self.position_limit - self.length), 0)
-            kept, stopped = self._round(generator, budget)
+            stopped = self._round(generator, budget)
 
-    def _round(self, generator: DFlashCandidateGenerator, num_tokens: int) -> tuple[int, bool]:
+    def _round(self, generator: DFlashCandidateGenerator, num_tokens: int) -> bool:
+        """Draft `num_tokens`, verify, accept, roll back; whether generation ends here."""
         started = time.perf_counter()
         if self.length + num_tokens + 1 > self.ids.shape[1]:
             self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)], dim=1)
@@ -165,7 +166,7 @@ class DFlashDecoding:
         if not stopped:
             features = self.capture.take(generator.device)[:, :kept]
             generator.add_context(features, self.forward.new_positions(done, kept))
-        return kept, stopped
+        return stopped
 
     def _accept(
         self, logits: torch.Tensor, draft: torch.LongTensor, draft_scores: torch.Tensor | None
