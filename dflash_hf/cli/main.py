@@ -1,4 +1,4 @@
-"""The `dflash-hf` command: names only; a command's module is imported when it runs."""
+"""The `dflash-hf` command: names only. Heavy libraries are imported inside the commands."""
 
 from __future__ import annotations
 
