@@ -184,6 +184,16 @@ def test_a_folder_without_manifest_is_no_store(tmp_path):
         FeatureStore(tmp_path)
 
 
+def test_shards_without_a_manifest_are_not_adopted(tmp_path, target):
+    """Nothing says whose features they are: refused, and left where they are."""
+    build(tmp_path, target)
+    before = shard_bytes(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(FeatureStoreError, match=r"features-00000.*no manifest\.json.*delete this one"):
+        build(tmp_path, target)
+    assert shard_bytes(tmp_path) == before
+
+
 def test_manifest_says_what_the_features_belong_to(tmp_path, target):
     """Plain JSON with everything that a check needs."""
     build(tmp_path, target)
