@@ -148,8 +148,8 @@ def build_feature_store(
         strays = sorted(path.glob("features-*.safetensors"))
         if strays:
             raise FeatureStoreError(
-                f"{path} holds {strays[0].name} but no {MANIFEST}, so nothing says which target and examples its features "
-                "belong to. Name another folder, or delete this one."
+                f"{path} holds {strays[0].name} but no {MANIFEST}, so nothing says which target and examples its "
+                "features belong to. Name another folder, or delete this one."
             )
         _write_json(path / MANIFEST, manifest)
     else:
