@@ -9,7 +9,6 @@ cores.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.progress import track
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data.sources import load_rows
-from dflash_hf.evaluation.comparison import Comparison, compare
+from dflash_hf.evaluation.comparison import Comparison, compare, write_result
 
 
 def main(
@@ -82,9 +81,7 @@ def main(
         result["identical_to_stock_loop"] = same
     console.print_json(data=result)
     if json_file is not None:
-        temporary = json_file.with_name(json_file.name + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, json_file)
+        write_result(result, json_file)
 
 
 def _processor() -> str:

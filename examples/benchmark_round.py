@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import os
 import statistics
 import tempfile
 import time
@@ -27,6 +25,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.evaluation.comparison import write_result
 
 SAMPLING = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
 console = Console()
@@ -125,9 +124,7 @@ def main(
         console.print(table)
         result[name] = measured
     if json_file is not None:
-        temporary = json_file.with_name(json_file.name + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, json_file)
+        write_result(result, json_file)
 
 
 def measure(found, verify: Clock, prompt, sampling, repeats: int) -> dict[str, dict[str, float]]:

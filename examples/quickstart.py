@@ -10,8 +10,6 @@ tokens both ways; the speeds are the machine's (see README.md for a recorded tab
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +20,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.evaluation.comparison import compare
+from dflash_hf.evaluation.comparison import compare, write_result
 
 DRAFTER = Path(__file__).resolve().parent.parent / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
 TARGET_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -104,9 +102,7 @@ def main(
     )
     console.print(table)
     if json_file is not None:
-        temporary = json_file.with_name(json_file.name + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, json_file)
+        write_result(result, json_file)
 
 
 if __name__ == "__main__":

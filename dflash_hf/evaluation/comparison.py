@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +99,13 @@ def compare(
         if on_prompt is not None:
             on_prompt(number, total)
     return total
+
+
+def write_result(result: dict[str, Any], path: Path) -> None:
+    """Write numbers as JSON, under a temporary name first, so that an earlier result is never half overwritten."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _timed(target: nn.Module, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, float]:

@@ -118,7 +118,7 @@ def slot_weights(*, labels: torch.Tensor, gamma: float) -> torch.Tensor:
         gamma: decay constant, in slots.
 
     Returns:
-        fp32 `[..., B]`.
+        fp32 `[..., B]`, on the labels' device.
     """
-    slots = torch.arange(labels.shape[-1], dtype=torch.float32)
+    slots = torch.arange(labels.shape[-1], dtype=torch.float32, device=labels.device)
     return torch.exp(-(slots - 1) / gamma) * (labels != IGNORE)

@@ -296,9 +296,9 @@ class DFlashTrainer(Trainer):
             with torch.no_grad(), self.accelerator.autocast():
                 terms, hits = self._evaluate_batch(model, inputs)
             counts = count_blocks(hits=hits, supervised=inputs["labels"] != IGNORE, keep=inputs["keep"])
-            weights = slot_weights(labels=inputs["labels"].cpu(), gamma=self.data_collator.gamma)
+            weights = slot_weights(labels=inputs["labels"], gamma=self.data_collator.gamma)
             sums[0] += terms.weighted_sum
-            sums[1] += weights.sum().to(device)
+            sums[1] += weights.sum()
             sums[2] += counts.correct_prefix_sum
             sums[3] += counts.block_count
             sums[4] += len(inputs["input_ids"])
@@ -325,7 +325,7 @@ class DFlashTrainer(Trainer):
         hidden = self.draft_hidden_states(model, inputs)
         labels = inputs["labels"]
         active = (labels != IGNORE).flatten().nonzero().flatten()
-        weights = slot_weights(labels=labels.cpu(), gamma=self.data_collator.gamma).to(labels.device)
+        weights = slot_weights(labels=labels, gamma=self.data_collator.gamma)
         terms = chunked_cross_entropy(
             rows=hidden.flatten(0, -2)[active],
             labels=labels.flatten()[active],
