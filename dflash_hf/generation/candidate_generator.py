@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..draft_cache import DraftCache
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
 from ..target import OutputHead, embed_tokens, execution_device
 from .processors import Processors
+
+
+@dataclass
+class _Context:
+    """Features that are not in the drafter's cache yet, and where the next block begins."""
+
+    features: torch.Tensor
+    positions: torch.LongTensor
+    anchors: torch.LongTensor
+    counts: list[int]
+    real: torch.BoolTensor | None = None
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -24,7 +38,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         target: the model whose embedding and head it borrows.
         processors: the call's logits processors.
         do_sample: sample from q, or take the largest logit.
-        batch_size: b, rows of every call.
+        batch_size: b, rows of the batch; each keeps a context of its own length.
+        cache: context keys and values of an earlier turn, one row a batch row; new ones by default.
+        lengths: context rows of each batch row in `cache`.
 
     Raises:
         DFlashConfigError: if the inference block size is not between 2 and the trained one, or
@@ -41,6 +57,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         processors: Processors,
         do_sample: bool,
         batch_size: int = 1,
+        cache: DraftCache | None = None,
+        lengths: list[int] | None = None,
     ):
         config = drafter.config
         self.drafter = drafter
@@ -53,24 +71,92 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.head = OutputHead(target, config)
         self.head_device = execution_device(target.get_output_embeddings())
         self.embedding_scale = config.input_embedding_scale
-        self.cache = drafter.new_cache()
+        self.cache = drafter.new_cache() if cache is None else cache
+        self.lengths = [0] * batch_size if lengths is None else list(lengths)
+        self.rows = list(range(batch_size))
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
         self._block = embed_tokens(target, masks, scale=self.embedding_scale).to(self.device).clone()
         self._offsets = torch.arange(self.block_size, device=self.device)
-        self._features: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
+        self._pending: _Context | None = None
 
-    def add_context(self, features: torch.Tensor, position_ids: torch.LongTensor) -> None:
+    def add_context(
+        self,
+        features: torch.Tensor,
+        position_ids: torch.LongTensor,
+        *,
+        real: torch.BoolTensor | None = None,
+        counts: list[int] | None = None,
+    ) -> None:
         """Take the features of positions that were accepted.
 
         Args:
             features: `[b, n, K * H_t]` raw concat.
             position_ids: `[b, n]`, absolute.
+            real: `[b, n]`, which positions are to be taken; None for all of them.
+            counts: instead of `real`, how many of each row, from its first one on.
         """
-        if self._features is not None:  # a round without a proposal left its features here
-            self.drafter.append_context(self._features, position_ids=self._positions, cache=self.cache)
-        self._features, self._positions = features, position_ids.to(self.device)
+        self.flush()  # a round without a proposal left its features here
+        position_ids = position_ids.to(self.device)
+        if len(self.lengths) == 1:
+            if counts is not None:
+                features, position_ids = features[:, : counts[0]], position_ids[:, : counts[0]]
+            if real is not None:
+                features, position_ids = (
+                    features[:, real[0].to(features.device)],
+                    position_ids[:, real[0].to(self.device)],
+                )
+            self._pending = _Context(features, position_ids, position_ids[:, -1:] + 1, [features.shape[1]])
+            return
+        if counts is not None:
+            columns = torch.arange(features.shape[1], device=self.device)
+            real = columns < torch.tensor(counts, device=self.device)[:, None]
+        elif real is None:
+            real = torch.ones(features.shape[:2], dtype=torch.bool, device=self.device)
+            counts = [features.shape[1]] * features.shape[0]
+        else:
+            real = real.to(self.device)
+            counts = real.sum(dim=1).tolist()
+        anchors = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
+        self._pending = _Context(features, position_ids, anchors, counts, real)
+
+    def flush(self) -> None:
+        """Bring what `add_context` took into the cache."""
+        new = self._pending
+        if new is None:
+            return
+        if new.real is not None:
+            self._place(new, block=False)
+        self.drafter.append_context(new.features, position_ids=new.positions, cache=self.cache)
+        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
+        self._pending = None
+
+    def _place(self, new: _Context, *, block: bool) -> None:
+        """Tell the cache where the rows of `new`, and of a block after them, go in each sequence."""
+        ends = [length + count for length, count in zip(self.lengths, new.counts)]
+        extra = self.block_size if block else 0
+        end = max(ends) + extra
+        starts = torch.tensor([self.lengths, ends], device=self.device)[..., None]
+        columns = torch.where(new.real, starts[0] + new.real.cumsum(dim=1) - 1, end)
+        if block:
+            columns = torch.cat([columns, starts[1] + self._offsets], dim=1)
+        self.cache.place(columns, row_ends=starts[1, :, 0] + extra, end=end)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with some rows of the batch only."""
+        index = torch.tensor(rows, device=self.device)
+        new = self._pending
+        if new is not None:
+            features, positions, anchors, real = (
+                tensor[index] for tensor in (new.features, new.positions, new.anchors, new.real)
+            )
+            if len(rows) == 1:
+                features, positions, real = features[:, real[0]], positions[:, real[0]], None
+            self._pending = _Context(features, positions, anchors, [new.counts[row] for row in rows], real)
+        self._block = self._block[index]
+        self.lengths = [self.lengths[row] for row in rows]
+        self.cache.select(index, length=max(self.lengths))
+        self.rows = [self.rows[row] for row in rows]
 
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
         """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`.
@@ -78,45 +164,62 @@ class DFlashCandidateGenerator(CandidateGenerator):
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
         self._block[:, :1] = embed_tokens(self.target, anchor, scale=self.embedding_scale).to(self.device)
-        length = self.cache.get_seq_length() + self._features.shape[1]
-        block_positions = self._positions[:, -1:] + 1 + self._offsets
+        new = self._pending
+        if new.real is not None:
+            self._place(new, block=True)
         hidden = self.drafter(
             self._block,
-            self._features,
-            position_ids=torch.cat([self._positions, block_positions], dim=1),
+            new.features,
+            position_ids=torch.cat([new.positions, new.anchors + self._offsets], dim=1),
             cache=self.cache,
         ).last_hidden_state
-        self._features = self._positions = None
-        self.cache.crop(length)
+        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
+        self._pending = None
+        self.cache.crop(max(self.lengths))
         return self.head(hidden[:, 1 : 1 + num_tokens].to(self.head_device))
+
+    def propose(
+        self, prefixes: list[torch.LongTensor], num_tokens: int
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Propose tokens after each row's newest one (its anchor).
+
+        Args:
+            prefixes: ids `[1, n]` of each row, prompt included; the last one is the anchor.
+            num_tokens: how many to propose.
+
+        Returns:
+            proposals `[b, num_tokens]`, and when sampling the scores `[b, num_tokens, V]` whose softmax is q.
+        """
+        anchor = torch.cat([prefix[:, -1:] for prefix in prefixes])
+        logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
+        processors = self.processors
+        if processors.draft_rowwise:
+            if not self.do_sample and not processors.draft:
+                return logits.argmax(dim=-1), None
+            scores = processors.on_rows(logits.float(), draft=True)
+            return self._choose(scores), scores if self.do_sample else None
+        # A processor looks at the prefix: slot k's prefix holds the tokens chosen for the slots before it.
+        rows, tokens = [], []
+        for slot in range(num_tokens):
+            scores = [
+                processors.of_row(row, draft=True)(prefix, logits[i : i + 1, slot].float())
+                for i, (row, prefix) in enumerate(zip(self.rows, prefixes))
+            ]
+            rows.append(torch.stack(scores, dim=0))
+            tokens.append(self._choose(rows[-1]))
+            prefixes = [torch.cat([prefix, token[None]], dim=1) for prefix, token in zip(prefixes, tokens[-1])]
+        return torch.cat(tokens, dim=1), torch.cat(rows, dim=1) if self.do_sample else None
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Propose tokens after `input_ids`.
+        """transformers' interface: `input_ids [b, L]` -> ids with proposals `[b, L + num_tokens]`, and q's scores.
 
-        Args:
-            input_ids: `[b, L]`; the last ones are the anchors.
-            num_tokens: how many to propose; by default `max_proposals`.
-
-        Returns:
-            candidate ids `[b, L + num_tokens]`, and when sampling the scores `[b, num_tokens, V]` whose softmax is q.
+        `num_tokens` is `max_proposals` by default.
         """
         num_tokens = self.max_proposals if num_tokens is None else num_tokens
-        logits = self.draft_logits(input_ids[:, -1:], num_tokens).to(input_ids.device)
-        processors = self.processors
-        if processors.draft_rowwise:
-            if not self.do_sample and not processors.draft:
-                return torch.cat([input_ids, logits.argmax(dim=-1)], dim=1), None
-            scores = processors.on_rows(input_ids, logits.float(), draft=True)
-            tokens = self._choose(scores)
-            return torch.cat([input_ids, tokens], dim=1), scores if self.do_sample else None
-        # A processor looks at the prefix: slot k's prefix holds the tokens chosen for the slots before it.
-        rows = []
-        for slot in range(num_tokens):
-            rows.append(processors.draft(input_ids, logits[:, slot].float())[:, None])
-            input_ids = torch.cat([input_ids, self._choose(rows[-1])], dim=1)
-        return input_ids, torch.cat(rows, dim=1) if self.do_sample else None
+        tokens, scores = self.propose(list(input_ids.split(1)), num_tokens)
+        return torch.cat([input_ids, tokens], dim=1), scores
 
     def _choose(self, scores: torch.Tensor) -> torch.LongTensor:
         """One token `[b, n]` for each row of `scores [b, n, V]`."""
