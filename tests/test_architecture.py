@@ -17,6 +17,7 @@ LAYERS = [
         "checkpoints",
         "masks",
         "draft_cache",
+        "configuration_checks",
         "training.anchors",
         "training.masks",
         "training.losses",
