@@ -72,13 +72,13 @@ def _check_vocabulary(config: Any, has_head: bool) -> None:
         return
     if not config.own_head:
         raise DFlashConfigError(
-            f"draft_vocab_size is {config.draft_vocab_size}, but own_head is false: a trimmed vocabulary needs a head of "
-            "its own."
+            f"draft_vocab_size is {config.draft_vocab_size}, but own_head is false: a trimmed vocabulary needs a head "
+            "of its own."
         )
     if not 1 <= config.draft_vocab_size < config.vocab_size:
         raise DFlashConfigError(
-            f"draft_vocab_size is {config.draft_vocab_size}; a trimmed vocabulary has 1 to {config.vocab_size - 1} tokens. "
-            "Leave it unset for the whole vocabulary."
+            f"draft_vocab_size is {config.draft_vocab_size}; a trimmed vocabulary has 1 to {config.vocab_size - 1} "
+            "tokens. Leave it unset for the whole vocabulary."
         )
     if config.selector_top_k is not None:
         raise DFlashConfigError("A candidate selector scores the whole vocabulary; draft_vocab_size cannot be set.")

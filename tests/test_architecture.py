@@ -25,7 +25,7 @@ LAYERS = [
         "training.muon",
         "model_card",
     },
-    {"modeling_dflash", "target"},
+    {"modeling_dflash", "convolution", "correction_heads", "loading", "target", "draft_head"},
     {"data", "generation", "training"},
     {"evaluation", "hub"},
     {"cli"},
@@ -110,7 +110,8 @@ def test_the_walk_sees_the_package():
     source, is_package = sources["checkpoints"]
     assert imports_of(source, "checkpoints", is_package=is_package, modules=set(sources)) == {
         "errors",
-        "checkpoints.zlab",
+        *(f"checkpoints.{name}" for name in ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators", "zlab")),
+        "checkpoints.refused",
     }
 
 

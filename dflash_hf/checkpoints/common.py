@@ -1,4 +1,4 @@
-"""What the layouts share: RoPE and layer types of a Qwen3 `config.json`, and the check that a layout can say a thing."""
+"""What the layouts share: the backbone of a Qwen3 `config.json`, and the check that a layout can say a thing."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
     require_expressible(fields, MARKOV_EXTRAS | {"sample_from_anchor", "own_embedding", "own_head"}, title=TITLE)
     for name in ("sample_from_anchor", "own_embedding", "own_head"):
         if not fields.get(name):
-            raise CheckpointError(f"A {TITLE} drafter has {name} true; this one does not, so the layout cannot hold it.")
+            raise CheckpointError(f"A {TITLE} drafter has {name} true, which this one has not.")
     if set(fields["layer_types"]) != {"full_attention"} or fields.get("is_causal"):
-        raise CheckpointError(f"A {TITLE} drafter is bidirectional with full attention on every layer; this one is not.")
+        raise CheckpointError(f"A {TITLE} drafter has bidirectional full attention on every layer, this one has not.")
     out = backbone_keys(fields) | {key: fields[key] for key in _OWN_KEYS if fields.get(key) is not None}
     out |= {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **markov_keys(fields)}
     return out | bookkeeping_keys(fields)

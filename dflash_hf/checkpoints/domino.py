@@ -1,6 +1,6 @@
 """Domino: z-lab's layout, the same class name, and a GRU over the block's tokens that corrects the logits.
 
-Known by `dflash_config.projector_type: "domino"`; without that key the GRU's tensors are unknown ones and stop the load.
+Known by `dflash_config.projector_type: "domino"`; without that key the GRU's tensors are unknown and stop the load.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: for a drafter with causal attention, or anything else that the layout has no key for.
     """
     require_expressible(fields, set(), title=TITLE)
-    if fields.get("is_causal") is not False and (fields.get("is_causal") or "sliding_attention" in fields["layer_types"]):
+    sliding = "sliding_attention" in fields["layer_types"]
+    if fields.get("is_causal") or (fields.get("is_causal") is None and sliding):
         raise CheckpointError(f"A {TITLE} is bidirectional on every layer; this drafter is causal on some.")
     if fields.get("attention_bias"):
         raise CheckpointError(f"This drafter has attention_bias, which the {TITLE} layout has no key for.")

@@ -24,7 +24,13 @@ IGNORED = (r"^verifier_lm_head\.weight$", r"^verifier_norm\.weight$")
 
 _CONV_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
-_REQUIRED = ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "block_size", "draft_vocab_size")
+_REQUIRED = (
+    "transformer_layer_config",
+    "aux_hidden_state_layer_ids",
+    "mask_token_id",
+    "block_size",
+    "draft_vocab_size",
+)
 _REQUIRED_OF_LAYERS = (
     "hidden_size",
     "intermediate_size",
@@ -110,7 +116,8 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
             fields[key.removeprefix("torch_")] = on_disk[key]
     fields |= _tables(on_disk["draft_vocab_size"], layers["vocab_size"], tensor_names)
     return fields | {
-        "input_embedding_scale": None if fields["own_embedding"] else 1.0,  # raw rows, whatever the target's module does
+        # Raw rows, whatever the target's own module does.
+        "input_embedding_scale": None if fields["own_embedding"] else 1.0,
         "family": FAMILY,
         "architectures": ["DFlashDraftModel"],
         "source_config": dict(on_disk),
