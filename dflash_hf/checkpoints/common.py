@@ -71,7 +71,7 @@ def require_keys(on_disk: dict[str, Any], keys: tuple[str, ...], *, title: str, 
     """
     for key in keys:
         if on_disk.get(key) is None:
-            raise CheckpointError(f"{where} of this {title} drafter has no `{key}`; the drafter is incomplete.")
+            raise CheckpointError(f"{where} of this {title} drafter has no `{key}`, without which it is incomplete.")
 
 
 def require_backbone(on_disk: dict[str, Any], *, title: str, where: str = "config.json") -> None:

@@ -156,11 +156,12 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
     extras = {"sample_from_anchor", "window_rule", "own_embedding", "own_head", "draft_vocab_size"}
     extras |= {"input_embedding_scale", *_CONV_KEYS, *MARKOV_EXTRAS}
     require_expressible(fields, extras, title=TITLE)
+    require_keys(fields, ("vocab_size",), title=TITLE, where="The configuration")
     scale = fields.get("input_embedding_scale")
     if not fields.get("own_embedding") and scale != 1.0:
         raise CheckpointError(
             f"The drafter has input_embedding_scale = {scale}; {TITLE} embeds blocks with the target's raw rows, which "
-            "is a scale of 1.0."
+            "is a scale of 1.0. Where the target's embedding module gives raw rows too, set it to 1.0 first."
         )
     sliding = "sliding_attention" in fields["layer_types"]
     if sliding and fields.get("window_rule") != "anchor":

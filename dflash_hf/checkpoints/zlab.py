@@ -139,6 +139,7 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 def write_base(fields: dict[str, Any], *, architecture: str, nested: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `read_base`; `nested` are the extension's keys of `dflash_config`."""
+    require_keys(fields, ("vocab_size",), title=architecture, where="The configuration")
     out = backbone_keys(fields)
     out |= {key: fields[key] for key in _OWN_KEYS if fields.get(key) is not None}
     if out.get("target_hidden_size") == fields["hidden_size"]:
