@@ -9,9 +9,9 @@ from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft_cache import DraftCache
+from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
-from ..target import OutputHead, embed_tokens, execution_device
 from .processors import Processors
 
 
@@ -34,7 +34,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     Args:
         drafter: the draft model. On its `generation_config`, `block_size` shortens the block itself, and
-            `num_assistant_tokens` only what is sent to the target.
+            `num_assistant_tokens` (with its schedule) and `assistant_confidence_threshold` only what is sent to the
+            target.
         target: the model whose embedding and head it borrows.
         processors: the call's logits processors.
         do_sample: sample from q, or take the largest logit.
@@ -66,17 +67,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.processors = processors
         self.do_sample = do_sample
         self.block_size = _inference_block_size(drafter)
-        self.max_proposals = _max_proposals(drafter, self.block_size)
+        self.head = DraftHead(drafter, target)
+        self.max_proposals = self.head.max_proposals(self.block_size)
+        self.num_proposals = _num_proposals(drafter, self.max_proposals)
+        self.schedule = drafter.generation_config.num_assistant_tokens_schedule
+        self.confidence_threshold = drafter.generation_config.assistant_confidence_threshold
+        self._proposed = 0
         self.device = drafter.norm.weight.device
-        self.head = OutputHead(target, config)
-        self.head_device = execution_device(target.get_output_embeddings())
-        self.embedding_scale = config.input_embedding_scale
         self.cache = drafter.new_cache() if cache is None else cache
         self.lengths = [0] * batch_size if lengths is None else list(lengths)
         self.rows = list(range(batch_size))
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
-        self._block = embed_tokens(target, masks, scale=self.embedding_scale).to(self.device).clone()
+        self._block = self.head.embed(masks).to(self.device).clone()
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._pending: _Context | None = None
 
@@ -159,11 +162,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.rows = [self.rows[row] for row in rows]
 
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
-        """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`.
+        """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`, before any correction.
 
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
-        self._block[:, :1] = embed_tokens(self.target, anchor, scale=self.embedding_scale).to(self.device)
+        self._block[:, :1] = self.head.embed(anchor).to(self.device)
         new = self._pending
         if new.real is not None:
             self._place(new, block=True)
@@ -176,7 +179,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self._pending = None
         self.cache.crop(max(self.lengths))
-        return self.head(hidden[:, 1 : 1 + num_tokens].to(self.head_device))
+        self._hidden = self.head.slots(hidden, num_tokens)  # of this draft, for heads that walk over it
+        return self.head.logits(self._hidden)
 
     def propose(
         self, prefixes: list[torch.LongTensor], num_tokens: int
@@ -192,32 +196,54 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         anchor = torch.cat([prefix[:, -1:] for prefix in prefixes])
         logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
-        processors = self.processors
-        if processors.draft_rowwise:
-            if not self.do_sample and not processors.draft:
-                return logits.argmax(dim=-1), None
-            scores = processors.on_rows(logits.float(), draft=True)
-            return self._choose(scores), scores if self.do_sample else None
-        # A processor looks at the prefix: slot k's prefix holds the tokens chosen for the slots before it.
-        rows, tokens = [], []
-        for slot in range(num_tokens):
-            scores = [
-                processors.of_row(row, draft=True)(prefix, logits[i : i + 1, slot].float())
-                for i, (row, prefix) in enumerate(zip(self.rows, prefixes))
-            ]
-            rows.append(torch.stack(scores, dim=0))
+        if self.processors.draft_rowwise and not self.head.walks:
+            scores = logits
+            if self.do_sample or self.processors.draft:
+                scores = self._usable(self.processors.on_rows(logits.float(), draft=True))
+            tokens = self._choose(scores)
+        else:
+            tokens, scores = self._from_left_to_right(prefixes, logits)
+        if self.confidence_threshold:
+            sure = scores.float().softmax(dim=-1).amax(dim=-1) >= self.confidence_threshold
+            # One transfer a round: the host sizes the verification. The longest row decides; what is dropped is dropped
+            # for the distributions alone, never for the token that was drawn, which would bias the output.
+            count = int(sure.long().cumprod(dim=1).sum(dim=1).max())
+            tokens, scores = tokens[:, :count], scores[:, :count]
+        self._proposed = tokens.shape[1]
+        return tokens, scores if self.do_sample else None
+
+    def _from_left_to_right(
+        self, prefixes: list[torch.LongTensor], logits: torch.Tensor
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
+        """A processor, or the head itself, looks at the prefix: that of proposal k holds the ones chosen before it."""
+        walk, rows, tokens = self.head.walk(self._hidden, logits), [], []
+        for index in range(logits.shape[1]):
+            previous = torch.cat([prefix[:, -1] for prefix in prefixes])
+            scores = walk.scores(index, previous).to(logits.device).float()
+            if self.processors.draft_rowwise:
+                scores = self.processors.on_rows(scores[:, None], draft=True)
+            else:
+                alone = [
+                    self.processors.of_row(row, draft=True)(prefix, scores[i : i + 1])
+                    for i, (row, prefix) in enumerate(zip(self.rows, prefixes))
+                ]
+                scores = torch.stack(alone)
+            rows.append(self._usable(scores))
             tokens.append(self._choose(rows[-1]))
             prefixes = [torch.cat([prefix, token[None]], dim=1) for prefix, token in zip(prefixes, tokens[-1])]
-        return torch.cat(tokens, dim=1), torch.cat(rows, dim=1) if self.do_sample else None
+        return torch.cat(tokens, dim=1), torch.cat(rows, dim=1)
+
+    def _usable(self, scores: torch.Tensor) -> torch.Tensor:
+        return without_empty_rows(scores) if self.head.restricts and self.do_sample else scores
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """transformers' interface: `input_ids [b, L]` -> ids with proposals `[b, L + num_tokens]`, and q's scores.
 
-        `num_tokens` is `max_proposals` by default.
+        `num_tokens` is `num_proposals` by default.
         """
-        num_tokens = self.max_proposals if num_tokens is None else num_tokens
+        num_tokens = self.num_proposals if num_tokens is None else num_tokens
         tokens, scores = self.propose(list(input_ids.split(1)), num_tokens)
         return torch.cat([input_ids, tokens], dim=1), scores
 
@@ -228,9 +254,20 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.multinomial(scores.softmax(dim=-1).flatten(0, 1), num_samples=1).view(scores.shape[:2])
 
     def update_candidate_strategy(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, num_matches: int
     ) -> None:
-        """Part of transformers' interface; the block length is fixed here."""
+        """Apply `num_assistant_tokens_schedule`: two more after a block that was right throughout, else one fewer.
+
+        Args:
+            input_ids, scores: part of transformers' interface, not used.
+            num_matches: accepted proposals of the row that accepted the fewest.
+        """
+        if self.schedule not in ("heuristic", "heuristic_transient") or not self._proposed:
+            return
+        step = 2 if num_matches == self._proposed else -1
+        self.num_proposals = min(max(self.num_proposals + step, 1), self.max_proposals)
+        if self.schedule == "heuristic":  # as in transformers, it goes on from here in the next call
+            self.drafter.generation_config.num_assistant_tokens = self.num_proposals
 
 
 def _inference_block_size(drafter: DFlashDraftModel) -> int:
@@ -246,13 +283,13 @@ def _inference_block_size(drafter: DFlashDraftModel) -> int:
     return block_size
 
 
-def _max_proposals(drafter: DFlashDraftModel, block_size: int) -> int:
+def _num_proposals(drafter: DFlashDraftModel, most: int) -> int:
     wanted = drafter.generation_config.num_assistant_tokens
     if wanted is None:
-        return block_size - 1
+        return most
     if wanted < 1:
         raise DFlashConfigError(
             f"generation_config.num_assistant_tokens is {wanted}; a round proposes at least 1 token. Set 1 to "
-            f"{block_size - 1}, or None for the whole block."
+            f"{most}, or None for the whole block."
         )
-    return min(int(wanted), block_size - 1)
+    return min(int(wanted), most)

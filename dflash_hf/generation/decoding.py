@@ -189,7 +189,7 @@ class DFlashDecoding:
         # One row of each verification is the target's own token. A static cache has no room past the maximum length;
         # elsewhere a row that has less left just stops earlier.
         nearest = min(lengths) if self.rollback.rows_may_leave else max(lengths)
-        budget = min(self.generator.max_proposals, self.stop.max_length - nearest - 1)
+        budget = min(self.generator.num_proposals, self.stop.max_length - nearest - 1)
         if self.position_limit is not None:
             budget = min(budget, self.position_limit - max(lengths))
         return max(budget, 0)
@@ -217,6 +217,7 @@ class DFlashDecoding:
         budget = self._budget()
         if budget > 0:
             proposals, draft_scores = self.generator.propose([sequences.prefix(row) for row in self.rows], budget)
+            budget = proposals.shape[1]
         self.stats.draft_seconds += time.perf_counter() - started
         sequences.reserve(budget + 1)
         starts = [newest - pending for newest in self._newest()]
@@ -228,7 +229,10 @@ class DFlashDecoding:
         logits = outputs.logits[:, -budget - 1 :]
         live = list(self.acceptor.live)
         kept = self.acceptor(self.rows, logits=logits, draft=proposals, draft_scores=draft_scores)
-        self.stats.add_round([count for count, row in zip(kept, self.rows) if live[row]], proposed=budget)
+        produced = [count for count, row in zip(kept, self.rows) if live[row]]
+        self.stats.add_round(produced, proposed=budget)
+        if budget > 0:
+            self.generator.update_candidate_strategy(ids, None, num_matches=min(produced) - 1)
         self.stats.replayed_tokens += pending * len(self.rows)
         self.recorder.add_round(
             outputs, cache=self.forward.cache, skip=pending, kept=kept[0], rows=pending + budget + 1

@@ -40,8 +40,9 @@ class Rollback:
         self._croppable = [layer for layer in layers if getattr(layer, "is_croppable", False)]
         if not layers or any(type(layer) is StaticLayer for layer in self._stateful):
             raise UnsupportedGenerationError(
-                f"The target's {type(cache).__name__} cannot forget rejected tokens (it shows no layers, or is a static "
-                "cache before transformers 5.24). Use the default dynamic cache, or generate without assistant_model."
+                f"The target's {type(cache).__name__} cannot forget rejected tokens: it has no layers to look into, or "
+                "is static, before transformers 5.24. Use the default dynamic cache, or generate without "
+                "assistant_model."
             )
         for layer in self._croppable:
             if hasattr(layer, "activate_past_recording"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,18 +16,26 @@ from ..target import FeatureCapture
 _CACHE_NAMES = ("cache", "past_key_values")
 
 
-def cache_key(model_kwargs: dict[str, Any]) -> str:
-    """The name under which this transformers version passes the cache.
+def cache_key(target: nn.Module, model_kwargs: dict[str, Any]) -> str:
+    """The name under which a target takes its cache in this transformers version.
 
     Raises:
-        UnsupportedGenerationError: if the target runs without a cache.
+        UnsupportedGenerationError: if it runs without a cache.
     """
+    parameters = inspect.signature(target.forward).parameters
     for name in _CACHE_NAMES:
-        if model_kwargs.get(name) is not None:
+        # Some targets make a cache of their own in their first forward pass.
+        if model_kwargs.get(name) is not None or (name in parameters and model_kwargs.get("use_cache")):
             return name
-    raise UnsupportedGenerationError(
-        "Generation with a DFlash drafter needs the target's key-value cache, but there is none: the call or the "
-        "target's config says use_cache=False, or the target keeps no cache. Set use_cache=True."
+    raise no_cache(target)
+
+
+def no_cache(target: nn.Module) -> UnsupportedGenerationError:
+    """The error for a target that runs without a cache."""
+    return UnsupportedGenerationError(
+        f"Generation with a DFlash drafter needs the target's key-value cache, but {type(target).__name__} has none: "
+        "the call or the target's config says use_cache=False, or the target keeps no cache. Set use_cache=True, or "
+        "generate without assistant_model."
     )
 
 
@@ -68,12 +77,12 @@ class TargetForward:
         self.input_ids = input_ids
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
-        self.key = cache_key(model_kwargs)
+        self.key = cache_key(target, model_kwargs)
         self._room = room
         others = [value for name, value in model_kwargs.items() if name not in _PLAIN_INPUTS]
         self.rows_may_leave = not any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
         own = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-        compileable = getattr(model_kwargs[self.key], "is_compileable", False)
+        compileable = getattr(self.cache, "is_compileable", False)
         self._general = own or compileable or not self.rows_may_leave
 
     @property
@@ -88,8 +97,8 @@ class TargetForward:
 
     @property
     def cache(self) -> Any:
-        """The target's cache."""
-        return self.model_kwargs[self.key]
+        """The target's cache; None before the prefill of a target that makes its own."""
+        return self.model_kwargs.get(self.key)
 
     def prefill(self) -> Any:
         """Run the prompt (or what a given cache lacks of it); the model's outputs, logits of the last position only."""
@@ -97,7 +106,9 @@ class TargetForward:
             self.model_kwargs["logits_to_keep"] = 1
         with self.capture.recording():
             outputs = self.target._prefill(self.input_ids, self.generation_config, self.model_kwargs)
-        self.model_kwargs[self.key] = outputs[self.key]
+        self.model_kwargs[self.key] = outputs.get(self.key)
+        if self.cache is None:
+            raise no_cache(self.target)
         self._start = {name: self.model_kwargs.get(name) for name in ("position_ids", "attention_mask")}
         self._lay_out()
         return outputs

@@ -46,7 +46,7 @@ def test_a_target_without_a_cache():
     """The last line of defence: no cache was prepared."""
     message_of(
         UnsupportedGenerationError,
-        lambda: cache_key({"cache": None}),
+        lambda: cache_key(small_target(), {"cache": None, "use_cache": False}),
         "needs the target's key-value cache",
         "use_cache",
     )
