@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .chat import chat
 from .generate import generate
 from .info import info
 from .train import train
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(train)
 app.command()(info)
 
