@@ -6,6 +6,7 @@ import typer
 
 from .generate import generate
 from .info import info
+from .regenerate import regenerate
 from .train import train
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(train)
+app.command()(regenerate)
 app.command()(info)
 
 if __name__ == "__main__":
