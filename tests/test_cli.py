@@ -167,3 +167,52 @@ def test_init_from_keeps_taps_and_resume_goes_on(target_folder, tmp_path):
     assert "taps [0, 1, 2]" in " ".join(first.output.split())
     assert "step 2 " in second.output and "step 1 " not in second.output
     assert "2 updates" in (out / "README.md").read_text()
+
+
+def chat_target(folder):
+    """The recorded tiny target with a chat template that ends in a marker word for the answer."""
+    return make_target_folder(folder, chat_template=True)
+
+
+def test_regenerate_answers_a_column_and_train_reads_it(tmp_path):
+    """The file of the answers goes into `train` as it is; a second call does nothing, another limit is refused."""
+    target, data, answers = chat_target(tmp_path / "target"), tmp_path / "q.jsonl", tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps({"q": f"w{i} w9 w17", "n": i}) + "\n" for i in range(5, 11)))
+    arguments = ["regenerate", "--target", target, "--data", str(data), "--output", str(answers), "--batch-size", "4"]
+    arguments += ["--prompt-template", "{q}\\nw30", "--start", "1", "--max-new-tokens"]
+    first = runner.invoke(app, [*arguments, "12"])
+    assert first.exit_code == 0, first.output
+    assert "5 answers, 60 tokens, 5 cut" in " ".join(first.output.split())
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == [1, 2, 3, 4, 5]
+    assert all(row["messages"][0]["content"] == f"w{row['index'] + 5} w9 w17\nw30" for row in rows)
+    again = runner.invoke(app, [*arguments, "12"])
+    assert again.exit_code == 0 and "5 of 5 answers are in" in again.output and "0 answers" in again.output
+    assert len(answers.read_text().splitlines()) == 5
+    refused = runner.invoke(app, [*arguments, "13"])
+    assert refused.exit_code == 1 and "max_new_tokens" in refused.output
+    arguments = ["train", "--target", target, "--data", str(answers), "--output", str(tmp_path / "out")]
+    arguments += ["--mask-token-id", "127", "--layers", "1", "--block-size", "4", "--anchors", "4", "--max-steps", "1"]
+    result = runner.invoke(app, [*arguments, "--taps", "0,1"])
+    assert result.exit_code == 0 and "5 training examples" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["no `messages`", "prompt template"]),
+        (["--prompt-column", "question"], ["no column 'question'", "'q'"]),
+        (["--prompt-template", "w5"], ["names no column"]),
+        (["--prompt-column", "q", "--start", "7"], ["--start is 7", "1 rows"]),
+        (["--prompt-column", "q", "--max-new-tokens", "100000"], ["100000", "context"]),
+    ],
+)
+def test_regenerate_answers_mistakes_in_words(tmp_path, options, words):
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"q": "w5"}\n')
+    arguments = ["regenerate", "--target", chat_target(tmp_path / "target"), "--data", str(data)]
+    result = runner.invoke(app, [*arguments, "--output", str(tmp_path / "a.jsonl"), *options])
+    assert result.exit_code == 1, result.output
+    for word in words:
+        assert word in " ".join(result.output.split())
+    assert not (tmp_path / "a.jsonl").exists()

@@ -67,9 +67,9 @@ def regenerate(
     rows = load_rows(data, split=split)
     how = {"prompt_column": prompt_column, "prompt_template": prompt_template, "system": system, "max_turns": turns}
     conversations = list(read_conversations(rows, **how))
+    if start >= len(conversations):
+        raise DFlashError(f"--start is {start}, but the dataset has {len(conversations)} rows.")
     chosen = conversations[start:] if limit is None else conversations[start : start + limit]
-    if not chosen:
-        raise DFlashError(f"--start {start} leaves nothing of {len(rows)} rows.")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if sample else {}
     settings = {
         "prompts_sha256": digest_of([c.turns, c.tools] for c in conversations),

@@ -37,8 +37,6 @@ def read_conversations(
     prompt_template: str | None = None,
     system: str | None = None,
     max_turns: int | None = None,
-    start: int = 0,
-    limit: int | None = None,
 ) -> Iterator[Conversation]:
     """The conversations of a dataset, one a row, in order.
 
@@ -52,7 +50,6 @@ def read_conversations(
             `prompt_column` it is filled for every message of a list.
         system: a system message before conversations that bring none.
         max_turns: at most this many answers a conversation.
-        start, limit: first row, and number of rows.
 
     Raises:
         DatasetError: columns that are not there, or rows without a user message.
@@ -72,11 +69,7 @@ def read_conversations(
             raise DatasetError(f"The prompt template {prompt_template!r} names no column, such as '{{question}}'.")
     if named - columns:
         raise DatasetError(f"There is no column {sorted(named - columns)[0]!r}; the columns are {sorted(columns)}.")
-    if not 0 <= start <= len(rows):
-        raise DatasetError(f"start is {start}, but the dataset has {len(rows)} rows.")
-    stop = len(rows) if limit is None else min(len(rows), start + limit)
-    for index in range(start, stop):
-        row = rows[index]
+    for index, row in enumerate(rows):
         turns = (
             _plain_turns(row, column=prompt_column, template=prompt_template)
             if plain
