@@ -129,7 +129,7 @@ def regenerate(
                 file=file,
                 window=batch_size * BATCHES_IN_A_WINDOW,
                 max_prompt_tokens=room,
-                template_options={} if thinking is None else {"enable_thinking": thinking},
+                enable_thinking=thinking,
             ):
                 rate.update(before + progress.answers, tokens=progress.tokens)
         console.print(

@@ -10,9 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..errors import DatasetError
-from .chat import normalize_messages
-
-Messages = list[dict[str, Any]]
+from .messages import Messages, normalize_messages, normalize_tools
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def read_conversations(
             raise DatasetError(f"Row {index} has no message of a user to answer.")
         if system is not None and turns[0][0]["role"] != "system":
             turns[0] = [{"role": "system", "content": system}, *turns[0]]
-        yield Conversation(index, turns[:max_turns], row.get("tools") or None)
+        yield Conversation(index, turns[:max_turns], normalize_tools(row.get("tools")))
 
 
 def _plain_turns(row: dict[str, Any], *, column: str | None, template: str | None) -> list[Messages]:

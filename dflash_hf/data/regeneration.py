@@ -16,7 +16,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..errors import DatasetError
 from .answers import AnswerFile
-from .prompts import Conversation, Messages
+from .messages import Messages
+from .prompts import Conversation
 
 # Prompts are sorted by length within this many batches: little padding, and a file that is stopped early is still
 # close to a random part of the data.
@@ -62,7 +63,7 @@ def regenerate(
     file: AnswerFile,
     window: int,
     max_prompt_tokens: int | None = None,
-    template_options: dict[str, Any] | None = None,
+    enable_thinking: bool | None = None,
 ) -> Iterator[Progress]:
     """Answer every conversation that `file` lacks, turn by turn, and yield the progress after each answer.
 
@@ -77,7 +78,7 @@ def regenerate(
         file: where the rows go.
         window: prompts handed to `answerer` at once.
         max_prompt_tokens: longer prompts are left out and counted.
-        template_options: further arguments of the chat template, such as `enable_thinking`.
+        enable_thinking: given to the chat template, if not None.
 
     Raises:
         DatasetError: if the tokenizer has no chat template.
@@ -87,7 +88,7 @@ def regenerate(
             f"{type(tokenizer).__name__} has no chat template, so prompts cannot be rendered. Set "
             "`tokenizer.chat_template`, or use an instruction-tuned target."
         )
-    options = template_options or {}
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     progress = Progress()
 
     def turn_of(conversation: Conversation, number: int, before: Messages) -> _Turn | None:
