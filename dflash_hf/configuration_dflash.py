@@ -77,6 +77,8 @@ class DFlashConfig(PreTrainedConfig):
             this. Unset means whatever the target's embedding module returns.
         output_multiplier (`float`, *optional*), final_logit_softcapping (`float`, *optional*): applied to draft logits.
         target_name_or_path (`str`, *optional*): the target that the drafter was trained for.
+        enable_thinking (`bool`, *optional*): what the chat template was told when the training data was rendered.
+            Prompt the target the same way: a drafter that learned one is far worse at the other.
         source_config (`dict`, *optional*): the published config as it was read, so that an unchanged drafter is saved
             as it came.
 
@@ -118,6 +120,7 @@ class DFlashConfig(PreTrainedConfig):
     output_multiplier: float | int | None = None
     final_logit_softcapping: float | int | None = None
     target_name_or_path: str | None = None
+    enable_thinking: bool | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):

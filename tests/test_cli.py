@@ -216,3 +216,80 @@ def test_regenerate_answers_mistakes_in_words(tmp_path, options, words):
     for word in words:
         assert word in " ".join(result.output.split())
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_cache_features_and_train_on_them(tmp_path):
+    """The store that cache-features writes is the one that `train --features` opens; nothing is computed twice."""
+    from dflash_hf.data.feature_store import FeatureStore
+
+    target, data, store = chat_target(tmp_path / "target"), tiny_data(tmp_path, 6), tmp_path / "features"
+    common = ["--target", target, "--data", data, "--data", data, "--eval-examples", "2", "--taps", "0,2"]
+    result = runner.invoke(app, ["cache-features", *common, "--output", str(store), "--final-hidden-states"])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "train: 10 examples" in words and "eval: 2 examples" in words and "GB to write" in words
+    assert len(FeatureStore(store / "train")) == 10 and FeatureStore(store / "train").final_hidden_states is not None
+    assert len(FeatureStore(store / "eval")) == 2 and FeatureStore(store / "eval").final_hidden_states is None
+    times = {file: file.stat().st_mtime_ns for file in store.rglob("*.safetensors")}
+    arguments = ["train", *common, "--output", str(tmp_path / "out"), "--mask-token-id", "127", "--layers", "1"]
+    arguments += ["--block-size", "4", "--anchors", "4", "--max-steps", "1", "--features", str(store)]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert {file: file.stat().st_mtime_ns for file in store.rglob("*.safetensors")} == times
+    other = runner.invoke(app, [*arguments[:-2], "--taps", "0,1", "--features", str(store)])
+    assert other.exit_code == 1 and "target_layer_ids" in other.output and "[0, 2]" in other.output
+    folders = runner.invoke(app, [*arguments, "--features-dir", str(tmp_path)])
+    assert folders.exit_code == 1 and "both name a folder" in " ".join(folders.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--taps", "0", "--drafter", str(PAIR / "drafter")], "--drafter"), (["--features-dtype", "int8"], "'int8'")],
+)
+def test_cache_features_answers_mistakes_in_words(target_folder, tmp_path, options, word):
+    arguments = ["cache-features", "--target", target_folder, "--data", tiny_data(tmp_path)]
+    result = runner.invoke(app, [*arguments, "--output", str(tmp_path / "f"), *options])
+    assert result.exit_code == 1 and word in result.output and not (tmp_path / "f").exists()
+
+
+def test_inspect_shows_supervised_tokens_in_colour(tmp_path, monkeypatch):
+    """Prompt dimmed, answer in bold green, and what they sum up to; no drafter is made."""
+    from rich.console import Console
+    from transformers import AutoTokenizer
+
+    target, data = chat_target(tmp_path / "target"), tmp_path / "chat.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
+    )
+    tokenizer.save_pretrained(target)
+    talk = [{"role": "user", "content": "w5 w9"}, {"role": "assistant", "content": "w17 w30 w31"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    terminal = Console(force_terminal=True, width=100, color_system="standard")
+    monkeypatch.setattr("dflash_hf.cli.examples.console", terminal)
+    result = runner.invoke(app, ["train", "--target", target, "--data", str(data), "--inspect"])
+    assert result.exit_code == 0, result.output
+    assert "\x1b[1;32mw17 w30 w31\x1b[0m" in result.output and "\x1b[2mw0 w5 w9 w0\x1b[0m" in result.output
+    assert "3 of 7 tokens supervised" in result.output and "1 examples, 7 tokens, 3 supervised" in result.output
+    result = runner.invoke(app, ["train", "--target", target, "--data", str(data)])
+    assert result.exit_code == 1 and "--output is needed" in result.output
+
+
+def test_thinking_is_recorded_in_config_and_card(target_folder, tmp_path):
+    """As --thinking says, or as `regenerate` made the data; a contradiction is refused; `info` shows it."""
+    data, out = tiny_data(tmp_path), tmp_path / "out"
+    (tmp_path / "data.jsonl.settings.json").write_text('{"thinking": false}')
+    arguments = ["train", "--target", target_folder, "--data", data, "--output", str(out), "--mask-token-id", "127"]
+    arguments += ["--layers", "1", "--block-size", "4", "--taps", "0,1", "--anchors", "4", "--max-steps", "1"]
+    refused = runner.invoke(app, [*arguments, "--thinking"])
+    assert refused.exit_code == 1 and "--no-thinking" in refused.output
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "config.json").read_text())["enable_thinking"] is False
+    card = (out / "README.md").read_text()
+    assert card.count("enable_thinking=False") == 2
+    assert "thinking" in runner.invoke(app, ["info", str(out)]).output
+    (tmp_path / "data.jsonl.settings.json").unlink()
+    warm = ["train", "--target", target_folder, "--data", data, "--output", str(tmp_path / "warm"), "--init-from"]
+    assert runner.invoke(app, [*warm, str(out), "--anchors", "4", "--max-steps", "1"]).exit_code == 0
+    assert json.loads((tmp_path / "warm" / "config.json").read_text())["enable_thinking"] is False

@@ -47,6 +47,7 @@ _PLAIN_KEYS = (
     "num_target_layers",
     "target_hidden_size",
     "target_name_or_path",
+    "enable_thinking",
 )
 # Family markers of other formats that share the class name: their presence changes the mathematics.
 _FOREIGN_KEYS = (

@@ -64,3 +64,15 @@ def load_target(target: str, *, gguf_file: str | None, dtype: str, device_map: s
         tokenizer = load_tokenizer(target, gguf_file=gguf_file)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map, **where)
     return model.eval(), tokenizer
+
+
+def parse_taps(taps: str | None) -> list[int] | None:
+    """`"1,8,14"` -> `[1, 8, 14]`."""
+    if taps is None:
+        return None
+    try:
+        return [int(part) for part in taps.split(",")]
+    except ValueError as error:
+        raise DFlashError(
+            f"--taps is {taps!r}; give layer numbers with commas between them, such as 1,8,14."
+        ) from error

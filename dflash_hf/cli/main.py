@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .cache_features import cache_features
 from .generate import generate
 from .info import info
 from .regenerate import regenerate
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(train)
 app.command()(regenerate)
+app.command()(cache_features)
 app.command()(info)
 
 if __name__ == "__main__":

@@ -58,16 +58,16 @@ class Rate:
     Args:
         console: where to.
         total: units of work in all.
-        before: units that were done by earlier runs; they do not count for the rate.
+        before: units that were done by earlier runs; they do not count for the rate. None: what the first update says.
         unit: what is counted.
     """
 
-    def __init__(self, console: Console, *, total: int, before: int = 0, unit: str):
+    def __init__(self, console: Console, *, total: int, before: int | None = None, unit: str):
         self.console, self.total, self.before, self.unit = console, total, before, unit
         self._printed = self._started = time.monotonic()
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task(unit, total=total, completed=before)
+        self._task = self._bar.add_task(unit, total=total, completed=before or 0)
 
     def __enter__(self) -> Rate:
         self._bar.start()
@@ -76,13 +76,21 @@ class Rate:
     def __exit__(self, *exc_info) -> None:
         self._bar.stop()
 
-    def update(self, done: int, *, tokens: int) -> None:
-        """`done` units in all, `tokens` tokens in this run."""
+    def update(self, done: int, *, tokens: int | None = None) -> None:
+        """Show where it is.
+
+        Args:
+            done: units in all, those of earlier runs included.
+            tokens: tokens of this run, where the rate is to count these.
+        """
+        if self.before is None:
+            self.before = done
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
         made = done - self.before
         left = timedelta(seconds=round(seconds * (self.total - done) / made)) if made else "?"
-        text = f"{self.unit}, {tokens / seconds:.1f} tokens/s, {left} left"
+        rate = f"{made / seconds:.1f} {self.unit}/s" if tokens is None else f"{tokens / seconds:.1f} tokens/s"
+        text = f"{self.unit}, {rate}, {left} left"
         self._bar.update(self._task, completed=done, description=text)
         if not self.console.is_terminal and now - self._printed >= 30:
             self._printed = now

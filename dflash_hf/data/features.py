@@ -93,7 +93,7 @@ def build_feature_store(
         shard_bytes: a shard ends before it exceeds this; 256 MiB for a new store.
         tokens_per_batch: padded tokens in one forward pass.
         on_start: called once with (bytes to write, bytes free), also when nothing is to be written.
-        on_progress: called with (examples done, examples in all).
+        on_progress: called with (examples done, examples in all), at the start and after each forward pass.
 
     Raises:
         FeatureStoreError: if the folder holds features of another target, tokenizer, dataset, tap list or dtype, or the
@@ -142,15 +142,22 @@ def build_feature_store(
         )
     manifest.write(path)
     done = len(dataset) - sum(len(shards[number]) for number in missing)
+
+    def count(examples: int) -> None:
+        nonlocal done
+        done += examples
+        if on_progress is not None:
+            on_progress(done, len(dataset))
+
+    count(0)
     with FeatureCapture(target, layer_ids) as capture:
         for number in missing:
-            tensors = _states_of(shards[number], target, capture, dataset, dtype, final_hidden_states, tokens_per_batch)
+            tensors = _states_of(
+                shards[number], target, capture, dataset, dtype, final_hidden_states, tokens_per_batch, count
+            )
             entry = write_shard(path, number, examples=len(shards[number]), tensors=tensors)
             manifest.shards[number : number + 1] = [entry]
             manifest.write(path)
-            done += len(shards[number])
-            if on_progress is not None:
-                on_progress(done, len(dataset))
     return FeatureStore(path)
 
 
@@ -174,6 +181,7 @@ def _states_of(
     dtype: torch.dtype,
     final_hidden_states: bool,
     tokens_per_batch: int,
+    count: Callable[[int], None],
 ) -> dict[str, torch.Tensor]:
     """Named tensors of one shard."""
     device = target.get_input_embeddings().weight.device
@@ -192,6 +200,7 @@ def _states_of(
             for row, index in enumerate(batch):
                 # A copy: a view would keep the whole batch alive.
                 tensors[f"{name}.{index}"] = states[row, : lengths[row]].clone()
+        count(len(batch))
     return tensors
 
 
