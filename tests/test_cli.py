@@ -293,3 +293,55 @@ def test_thinking_is_recorded_in_config_and_card(target_folder, tmp_path):
     warm = ["train", "--target", target_folder, "--data", data, "--output", str(tmp_path / "warm"), "--init-from"]
     assert runner.invoke(app, [*warm, str(out), "--anchors", "4", "--max-steps", "1"]).exit_code == 0
     assert json.loads((tmp_path / "warm" / "config.json").read_text())["enable_thinking"] is False
+
+
+def test_evaluate_reports_blocks_and_generation(target_folder, tmp_path):
+    """On data with answers: teacher-forced blocks and, with --generate, real rounds; the same numbers in --json."""
+    rows = [
+        {"prompt_ids": Golden("generation").io[f"p{i}.input_ids"][0].tolist(),
+         "response_ids": Golden("generation").io[f"p{i}.greedy_ids"][0, 4 + 3 * i :].tolist()}
+        for i in range(3)
+    ]  # fmt: skip
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    arguments = ["evaluate", "--target", target_folder, "--drafter", str(PAIR / "drafter"), "--data", str(data)]
+    arguments += ["--dtype", "float32", "--json", str(tmp_path / "n.json")]
+    result = runner.invoke(app, [*arguments, "--generate", "--max-new-tokens", "24"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    assert numbers["examples"] == numbers["generation_prompts"] == 3
+    assert numbers["generation_acceptance_length"] > 3 and numbers["block_acceptance_length"] > 3
+    assert 0.5 < numbers["slot_accuracy_1"] <= 1 and numbers["loss"] > 0
+    for name in numbers:
+        assert name in result.output
+    only_blocks = runner.invoke(app, [*arguments, "--limit", "2"])
+    assert only_blocks.exit_code == 0 and "generation_" not in only_blocks.output
+    assert json.loads((tmp_path / "n.json").read_text())["examples"] == 2
+
+
+def test_evaluate_generates_for_prompts_without_answers(tmp_path):
+    """A prompt template in place of answers: generation alone."""
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"q": "w5 w9"}\n{"q": "w17 w30 w31"}\n')
+    arguments = ["evaluate", "--target", chat_target(tmp_path / "target"), "--drafter", str(PAIR / "drafter")]
+    arguments += ["--data", str(data), "--prompt-template", "{q}\\nw2", "--max-new-tokens", "12", "--limit", "1"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "generation_acceptance_length" in result.output and "slot_accuracy" not in result.output
+
+
+def test_train_runs_the_drafter_every_few_steps(target_folder, tmp_path):
+    """--generate-every logs the acceptance length of real generation on held-out prompts."""
+    arguments = [
+        "train",
+        "--target",
+        target_folder,
+        "--data",
+        tiny_data(tmp_path, 6),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    arguments += ["--init-from", str(PAIR / "drafter"), "--anchors", "4", "--max-steps", "2", "--eval-examples", "2"]
+    result = runner.invoke(app, [*arguments, "--generate-every", "1", "--generate-prompts", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("generation_acceptance_length") == 2

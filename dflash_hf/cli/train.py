@@ -65,6 +65,10 @@ def train(
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save memory.")] = False,
     log_every: Annotated[int, typer.Option(help="Updates between log lines.")] = 10,
     eval_every: Annotated[int, typer.Option(help="Updates between evaluations; 0: at the end only.")] = 0,
+    generate_every: Annotated[
+        int, typer.Option(help="Updates between greedy runs with the drafter on a few held-out prompts; 0: none.")
+    ] = 0,
+    generate_prompts: Annotated[int, typer.Option(help="Prompts of such a run.", min=1)] = 8,
     save_every: Annotated[int, typer.Option(help="Updates between checkpoints; 0: none.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and anchors.")] = 42,
@@ -75,9 +79,16 @@ def train(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import get_last_checkpoint
 
-    from dflash_hf import DFlashConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+    from dflash_hf import (
+        AcceptanceLengthCallback,
+        DFlashConfig,
+        DFlashDraftModel,
+        DFlashTrainer,
+        DFlashTrainingArguments,
+    )
 
     from ..errors import DFlashError
+    from ..evaluation.drafter import prompts_of
     from .examples import inspect_examples, load_sources, prepare_splits, thinking_of
     from .progress import RichProgress
 
@@ -174,6 +185,9 @@ def train(
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
+    if generate_every:
+        prompts = prompts_of(rows if held_out is None else held_out)[:generate_prompts]
+        trainer.add_callback(AcceptanceLengthCallback(trainer, prompts=prompts, every=generate_every))
     count = sum(parameter.numel() for parameter in drafter.parameters())
     console.print(
         f"{count / 1e6:.1f} M parameters, {drafter.config.num_hidden_layers} layers, "

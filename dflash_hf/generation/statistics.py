@@ -27,6 +27,13 @@ class GenerationStats:
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
 
+    def add(self, other: GenerationStats) -> None:
+        """Add another call's rounds, tokens and seconds."""
+        self.proposed += other.proposed
+        self.produced += other.produced
+        for name in ("new_tokens", "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def rounds(self) -> int:
         """Target verifications, steps without a proposal included."""
