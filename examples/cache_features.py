@@ -4,10 +4,10 @@
         --prompt-column question --max-new-tokens 220
     python examples/cache_features.py --data answers.jsonl --store features
 
-SmolLM2-135M-Instruct, 64 answers of about 300 tokens (question included), five taps, bf16: 109 MB (5,760 bytes a token),
-about a minute for the features and two for the eight updates on two free CPU cores. An offline update takes 0.38 of an
-online one there, and the losses agree to the rounding of bf16 (1.0012 1.2228 1.2603 1.2379 online, 1.0012 1.2227 1.2602
-1.2378 offline). The same store from the command line: dflash-hf cache-features --target TARGET --data answers.jsonl
+SmolLM2-135M-Instruct, 64 answers of about 300 tokens (question included), five taps, bf16: 109 MB (5,760 bytes a
+token), about a minute for the features and two for the eight updates on two free CPU cores. An offline update takes
+0.38 of an online one there, and the losses agree to the rounding of bf16 (1.0012 1.2228 1.2603 1.2379 online, 1.0012
+1.2227 1.2602 1.2378 offline). The same store from the command line: dflash-hf cache-features --target TARGET --data answers.jsonl
 --output features, then dflash-hf train --features features with the same --target and --data.
 """
 
