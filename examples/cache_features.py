@@ -7,8 +7,10 @@
 SmolLM2-135M-Instruct, 64 answers of about 300 tokens (question included), five taps, bf16: 109 MB (5,760 bytes a
 token), about a minute for the features and two for the eight updates on two free CPU cores. An offline update takes
 0.38 of an online one there, and the losses agree to the rounding of bf16 (1.0012 1.2228 1.2603 1.2379 online, 1.0012
-1.2227 1.2602 1.2378 offline). The same store from the command line: dflash-hf cache-features --target TARGET --data answers.jsonl
---output features, then dflash-hf train --features features with the same --target and --data.
+1.2227 1.2602 1.2378 offline). The same from the command line, with equal --target and --data in both:
+
+    dflash-hf cache-features --target TARGET --data answers.jsonl --output features
+    dflash-hf train --target TARGET --data answers.jsonl --features features --output out --mask-token-id 3
 """
 
 from __future__ import annotations
