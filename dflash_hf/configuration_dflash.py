@@ -96,6 +96,8 @@ class DFlashConfig(PreTrainedConfig):
         gru_hidden_dim (`int`, *optional*), emb_dim (`int`, *optional*), pure_draft_prefix_len (`int`, *optional*):
             Domino's GRU, the width of its projection, and the number of leading proposals that it leaves alone.
         target_name_or_path (`str`, *optional*): the target that the drafter was trained for.
+        enable_thinking (`bool`, *optional*): what the chat template was told when the training data was rendered.
+            Prompt the target the same way: a drafter that learned one is far worse at the other.
         source_config (`dict`, *optional*): the published config as it was read, so that an unchanged drafter is saved
             as it came.
 
@@ -138,6 +140,7 @@ class DFlashConfig(PreTrainedConfig):
     output_multiplier: float | int | None = None
     final_logit_softcapping: float | int | None = None
     target_name_or_path: str | None = None
+    enable_thinking: bool | None = None
     family: str | None = None
     sample_from_anchor: bool = False
     own_embedding: bool = False

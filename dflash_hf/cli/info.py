@@ -38,6 +38,7 @@ def info(
         ("family", "z-lab DFlash v1"),
         ("target", config.target_name_or_path or "not recorded"),
         ("target layers", config.num_target_layers or "not recorded"),
+        ("thinking", {None: "not recorded", True: "on", False: "off"}[config.enable_thinking]),
         ("taps", ", ".join(map(str, config.target_layer_ids))),
         ("block size", f"{config.block_size} (anchor + {config.block_size - 1} proposals)"),
         ("mask token id", config.mask_token_id),

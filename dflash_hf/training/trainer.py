@@ -82,11 +82,14 @@ class DFlashTrainer(Trainer):
         if getattr(target_model, "hf_device_map", None) is None:
             self.target_model.to(args.device)
         model.float()
+        self._tokenizer = processing_class
 
         def prepare(rows):
             if rows is None:
                 return None
-            prepared = prepare_dataset(rows, processing_class, max_length=args.max_length)
+            prepared = prepare_dataset(
+                rows, processing_class, max_length=args.max_length, enable_thinking=config.enable_thinking
+            )
             check_token_ids(prepared, target_model.get_input_embeddings().weight.shape[0])
             return prepared
 
@@ -142,6 +145,7 @@ class DFlashTrainer(Trainer):
                     target=self.target_model,
                     dataset=examples,
                     layer_ids=config.target_layer_ids,
+                    tokenizer=self._tokenizer,
                     on_progress=lambda done, count: progress.update(done - progress.n),
                 )
             return DrafterDataset(examples, store)
@@ -158,7 +162,10 @@ class DFlashTrainer(Trainer):
             eval_dataset: other data, in a form that `prepare_dataset` takes, or the name of one of the evaluation sets.
         """
         if isinstance(eval_dataset, Dataset):
-            rows = prepare_dataset(eval_dataset, self.processing_class, max_length=self.args.max_length)
+            thinking = self.accelerator.unwrap_model(self.model).config.enable_thinking
+            rows = prepare_dataset(
+                eval_dataset, self.processing_class, max_length=self.args.max_length, enable_thinking=thinking
+            )
             eval_dataset = DrafterDataset(rows)
         even_batches, self.accelerator.even_batches = self.accelerator.even_batches, False
         try:
