@@ -186,7 +186,8 @@ class DFlashConfig(PreTrainedConfig):
         if self.window_rule == "anchor" or self.draft_vocab_size is not None:
             return "speculators"
         if self.own_embedding or self.own_head:
-            return "deepspec" if self.sample_from_anchor else "speculators"
+            plain = self.own_embedding and self.own_head and self.hidden_size == self.target_hidden_size
+            return "deepspec" if self.sample_from_anchor and plain else "speculators"
         if self.gru_hidden_dim is not None:
             return "domino"
         if self.sample_from_anchor:
