@@ -29,13 +29,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import cached_file
 
-from .checkpoints import FAMILIES, name_from_disk, name_on_disk
+from .checkpoints import FAMILIES, name_on_disk
 from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
 from .errors import DFlashError
-from .loading import require_complete, require_consistent, tensor_names
+from .loading import read_published_names, require_complete, require_consistent, tensor_names
 from .masks import BlockMasks
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
@@ -223,7 +223,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
         # A Trainer's resume reads the saved file into the model as it is.
-        self.register_load_state_dict_pre_hook(_read_published_names)
+        self.register_load_state_dict_pre_hook(read_published_names)
         self.post_init()
 
     def _add_tables(self, config: DFlashConfig) -> None:
@@ -397,10 +397,3 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if push_to_hub:  # as a whole, so that no file of the folder is left out
             hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
             self.push_to_hub(**hub, token=kwargs.get("token"))
-
-
-def _read_published_names(module: DFlashDraftModel, state_dict: dict[str, Any], prefix: str, *_) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = prefix + name_from_disk(key.removeprefix(prefix), module.config.family)
-        if name != key:
-            state_dict[name] = state_dict.pop(key)

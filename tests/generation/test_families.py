@@ -118,7 +118,7 @@ WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)
 def small_pair(monkeypatch, name: str):
     """A target with few tokens and a drafter of that family whose support is a part of them."""
     target = tiny_target(seed=7, vocab=SMALL, layers=5)
-    sizes = {"selector_top_k": 3} if name == "dflash2" else {}
+    sizes = {"selector_top_k": 6} if name == "dflash2" else {}
     if "draft_vocab_size" in FAMILIES[name]:
         sizes = {"draft_vocab_size": 5}
     monkeypatch.setitem(FAMILIES, name, FAMILIES[name] | sizes)
