@@ -121,8 +121,7 @@ class DFlashAttention(nn.Module):
         keys, values = self.keys_and_values(torch.cat([context, block], dim=1), cos, sin)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        implementation = self.config._attn_implementation
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(masks.implementation, eager_attention_forward)
         output, _ = attention(
             self,
             queries,
@@ -302,6 +301,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         block = noise_embeds if torch.is_autocast_enabled(noise_embeds.device.type) else noise_embeds.to(dtype)
         cached = cache.get_seq_length() if cache is not None else 0
         new_rows = context.shape[1] + block.shape[1]
+        row_ends = getattr(cache, "row_ends", None)
         if position_ids is None:
             position_ids = torch.arange(cached, cached + new_rows, device=block.device)[None]
         position_embeddings = self.rotary_emb(block, position_ids)
@@ -310,6 +310,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             block=block,
             total_length=cached + new_rows,
             implementation=self.config._attn_implementation,
+            row_ends=row_ends,
         )
         for layer in self.layers:
             block = layer(block, context, position_embeddings, masks, cache)

@@ -133,7 +133,7 @@ def two_tokens(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
     """
     torch.manual_seed(11)
     ids = torch.tensor([[1, 5, 2, 8, 3]])
-    processors = Processors(WARPERS)
+    processors = Processors(WARPERS, batch_size=ROWS)
     generator = DFlashCandidateGenerator(drafter, target, processors=processors, do_sample=True, batch_size=ROWS)
     with FeatureCapture(target, drafter.config.target_layer_ids) as capture, capture.recording():
         target(ids[:, :-1])
@@ -141,7 +141,7 @@ def two_tokens(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(4).expand(ROWS, -1)
     generator.add_context(features.expand(ROWS, -1, -1), positions)
     candidates, draft_scores = generator.get_candidates(ids.expand(ROWS, -1), 2)
-    scores = processors.on_rows(candidates, target(candidates).logits[:, -3:].float(), draft=False)
+    scores = processors.on_rows(target(candidates).logits[:, -3:].float(), draft=False)
     kept = accept_sampled(draft=candidates[:, -2:], draft_scores=draft_scores, scores=scores)
 
     every = torch.cat([ids.repeat(SMALL, 1), torch.arange(SMALL)[:, None]], dim=1)
@@ -176,9 +176,7 @@ def _q_before_the_walk(monkeypatch):
 
     def get_candidates(self, input_ids, num_tokens=None):
         ids, _ = real(self, input_ids, num_tokens)
-        logits = self.head.logits(self._hidden).float()
-        rows = [self.processors.draft(input_ids, logits[:, slot]) for slot in range(logits.shape[1])]
-        return ids, torch.stack(rows, dim=1)
+        return ids, self.processors.on_rows(self.head.logits(self._hidden).float(), draft=True)
 
     monkeypatch.setattr(DFlashCandidateGenerator, "get_candidates", get_candidates)
 
