@@ -253,6 +253,11 @@ class DFlashConfig(PreTrainedConfig):
             )
         check_extras(self)
 
+    @property
+    def first_slot(self) -> int:
+        """The slot that proposes the token after the anchor; a block has `block_size - first_slot` proposals."""
+        return 0 if self.sample_from_anchor else 1
+
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether attention inside the block is causal on this layer (design: is_causal, else sliding means causal)."""
         if self.is_causal is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .checkpoints import name_from_disk
@@ -51,6 +52,17 @@ def tensor_names(source: str | os.PathLike, *, variant: str | None = None, **hub
                 "cached file with force_download=True."
             ) from error
     return names
+
+
+def own_generation_config(source: str | os.PathLike, **hub: Any) -> GenerationConfig:
+    """The drafter's `generation_config.json`; published drafters have none, which is an empty one.
+
+    Args:
+        source, hub: as for `tensor_names`.
+    """
+    if cached_file(source, "generation_config.json", **hub, **_OPTIONAL) is None:
+        return GenerationConfig()
+    return GenerationConfig.from_pretrained(source, **hub)
 
 
 def _variant(name: str, variant: str | None) -> str:

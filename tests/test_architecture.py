@@ -26,7 +26,7 @@ LAYERS = [
         "training.muon",
         "model_card",
     },
-    {"modeling_dflash", "convolution", "correction_heads", "loading", "target", "draft_head"},
+    {"modeling_dflash", "attention", "convolution", "correction_heads", "loading", "target", "draft_head"},
     {"data", "generation", "training"},
     {"evaluation", "hub"},
     {"cli"},
