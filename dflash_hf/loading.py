@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from .checkpoints import name_from_disk
 from .errors import CheckpointError
 
 _REMEDY = "The files are not a complete drafter of a layout that dflash_hf reads."
@@ -49,6 +52,17 @@ def tensor_names(source: str | os.PathLike, *, variant: str | None = None, **hub
                 "cached file with force_download=True."
             ) from error
     return names
+
+
+def own_generation_config(source: str | os.PathLike, **hub: Any) -> GenerationConfig:
+    """The drafter's `generation_config.json`; published drafters have none, which is an empty one.
+
+    Args:
+        source, hub: as for `tensor_names`.
+    """
+    if cached_file(source, "generation_config.json", **hub, **_OPTIONAL) is None:
+        return GenerationConfig()
+    return GenerationConfig.from_pretrained(source, **hub)
 
 
 def _variant(name: str, variant: str | None) -> str:
@@ -99,3 +113,11 @@ def require_consistent(source: Any, *, d2t: torch.Tensor | None, t2d: torch.Tens
     token_ids = torch.arange(len(d2t), device=d2t.device) + d2t
     if not torch.equal(token_ids.sort().values, t2d.nonzero().flatten()):
         raise CheckpointError(f"Tensors 'd2t' and 't2d' in {source} name different tokens. {_REMEDY}")
+
+
+def read_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -> None:
+    """Rename published tensors in a state dict that is about to be loaded; a hook for `load_state_dict`."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = prefix + name_from_disk(key.removeprefix(prefix), model.config.family)
+        if name != key:
+            state_dict[name] = state_dict.pop(key)

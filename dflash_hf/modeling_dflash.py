@@ -19,23 +19,22 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
-from transformers.utils import cached_file
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from .checkpoints import FAMILIES, name_from_disk, name_on_disk
+from .attention import DFlashAttention, DFlashRotaryEmbedding
+from .checkpoints import FAMILIES, name_on_disk
 from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
 from .errors import DFlashError
-from .loading import require_complete, require_consistent, tensor_names
+from .loading import (
+    own_generation_config,
+    read_published_names,
+    require_complete,
+    require_consistent,
+    tensor_names,
+)
 from .masks import BlockMasks
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
@@ -52,88 +51,6 @@ _DRAFTING_KNOBS = {
 
 # Keywords of from_pretrained that say where files lie.
 _HUB_KEYWORDS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-
-
-class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Rotary tables whose inverse frequencies stay in fp32 when the model is cast (rounding them costs 3e-2)."""
-
-    def _apply(self, fn, recurse: bool = True):
-        exact = {name: getattr(self, name) for name in ("inv_freq", "original_inv_freq")}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            if not value.is_meta:
-                setattr(self, name, value.to(device=getattr(self, name).device))
-        return self
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of `states [b, heads, n, head_dim]` with `cos`, `sin` of shape [b, n, head_dim]."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return states * cos + rotate_half(states) * sin
-
-
-class DFlashAttention(nn.Module):
-    """Attention from the block to the cached context, the new context rows and the block itself."""
-
-    def __init__(self, config: DFlashConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = config.layer_is_causal(layer_idx)
-        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if is_sliding else None
-        self.window_rule = config.window_rule
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def keys_and_values(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (normed, rotated) and values `[b, kv_heads, n, head_dim]` of `states [b, n, H]`."""
-        heads = (-1, self.head_dim)
-        keys = self.k_norm(self.k_proj(states).unflatten(-1, heads)).transpose(1, 2)
-        values = self.v_proj(states).unflatten(-1, heads).transpose(1, 2)
-        return rotate(keys, cos, sin), values
-
-    def forward(
-        self,
-        block: torch.Tensor,
-        context: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        masks: BlockMasks,
-        cache: Any,
-    ) -> torch.Tensor:
-        """`block [b, B, H]` (normed) and `context [b, n, H]` -> `[b, B, H]`."""
-        cos, sin = position_embeddings
-        length = block.shape[1]
-        shape = (*block.shape[:-1], -1, self.head_dim)
-        queries = self.q_norm(self.q_proj(block).view(shape)).transpose(1, 2)
-        queries = rotate(queries, cos[:, -length:], sin[:, -length:])
-        keys, values = self.keys_and_values(torch.cat([context, block], dim=1), cos, sin)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(masks.implementation, eager_attention_forward)
-        output, _ = attention(
-            self,
-            queries,
-            keys,
-            values,
-            masks.of_layer(self, num_keys=keys.shape[2]),
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            is_causal=self.is_causal,
-        )
-        return self.o_proj(output.reshape(*block.shape[:-1], -1))
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -222,7 +139,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
         # A Trainer's resume reads the saved file into the model as it is.
-        self.register_load_state_dict_pre_hook(_read_published_names)
+        self.register_load_state_dict_pre_hook(read_published_names)
         self.post_init()
 
     def _add_tables(self, config: DFlashConfig) -> None:
@@ -367,10 +284,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         require_complete(pretrained_model_name_or_path, info, ignored=FAMILIES[model.config.family].IGNORED)
         require_consistent(pretrained_model_name_or_path, d2t=model.d2t, t2d=model.t2d)
         if pretrained_model_name_or_path is not None:
-            # Optional: published drafters have none.
-            optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-            if cached_file(pretrained_model_name_or_path, "generation_config.json", **hub, **optional) is not None:
-                model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            model.generation_config = own_generation_config(pretrained_model_name_or_path, **hub)
         return (model, info) if with_info else model
 
     def save_pretrained(
@@ -398,10 +312,3 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if push_to_hub:  # as a whole, so that no file of the folder is left out
             hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
             self.push_to_hub(**hub, token=kwargs.get("token"))
-
-
-def _read_published_names(module: DFlashDraftModel, state_dict: dict[str, Any], prefix: str, *_) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = prefix + name_from_disk(key.removeprefix(prefix), module.config.family)
-        if name != key:
-            state_dict[name] = state_dict.pop(key)
