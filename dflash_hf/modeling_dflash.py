@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo, ModelCard
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -33,6 +35,8 @@ from .configuration_dflash import DFlashConfig
 from .draft_cache import DraftCache
 from .errors import CheckpointError, DFlashError
 from .masks import BlockMasks
+from .publishing import push_drafter
+from .weight_files import HUB_KEYWORDS, pin_files, remove_stale_weights
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
@@ -44,6 +48,19 @@ _DRAFTING_KNOBS = {
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 }
+
+# What `save_pretrained(push_to_hub=True)` hands on to `push_to_hub`.
+_PUSH_KEYWORDS = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "private",
+    "revision",
+    "create_pr",
+    "tags",
+    "card",
+    "overwrite_card",
+)
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -278,11 +295,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """Load a drafter from a folder or a Hub repository, without remote code.
 
         Takes the keywords of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
+        `use_safetensors=False` allows pickled weights (`pytorch_model.bin`, read with `weights_only=True`).
 
         Raises:
-            CheckpointError: if a tensor is missing, unknown or of the wrong shape; a half-loaded drafter would accept
-                nothing and say nothing.
+            CheckpointError: if a tensor is missing, unknown or of the wrong shape (a half-loaded drafter would accept
+                nothing and say nothing), a weight file is damaged, or the weights are pickled.
         """
+        if pretrained_model_name_or_path is not None:
+            pretrained_model_name_or_path = str(pretrained_model_name_or_path)
+            kwargs = pin_files(pretrained_model_name_or_path, kwargs)
         kwargs.setdefault("key_mapping", KEY_MAPPING)
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
@@ -294,8 +315,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         )
         _require_complete(pretrained_model_name_or_path, info)
         if pretrained_model_name_or_path is not None:
-            where = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-            hub = {key: kwargs[key] for key in where if key in kwargs}
+            hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
             # Optional: published drafters have none.
             optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
             if cached_file(pretrained_model_name_or_path, "generation_config.json", **hub, **optional) is not None:
@@ -305,17 +325,60 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, push_to_hub: bool = False, **kwargs):
         """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own.
 
-        Takes the arguments of `PreTrainedModel.save_pretrained`.
+        Takes the arguments of `PreTrainedModel.save_pretrained`, and with `push_to_hub=True` those of `push_to_hub`. A
+        README.md in the folder that a person edited is uploaded as the card.
         """
-        hub = {
-            key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private") if push_to_hub and key in kwargs
-        }
+        hub = {key: kwargs.pop(key) for key in _PUSH_KEYWORDS if push_to_hub and key in kwargs}
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            remove_stale_weights(save_directory)
         if is_main_process and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
             self.generation_config.save_pretrained(save_directory)
-        if push_to_hub:  # as a whole, so that no file of the folder is left out
-            hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
-            self.push_to_hub(**hub, token=kwargs.get("token"))
+        if push_to_hub and is_main_process:  # as a whole, so that no file of the folder is left out
+            repo_id = hub.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
+            readme = Path(save_directory) / "README.md"
+            local = readme.read_text(encoding="utf-8") if readme.exists() else None
+            shards = {key: kwargs[key] for key in ("max_shard_size",) if key in kwargs}
+            push_drafter(self, repo_id, **hub, **shards, token=kwargs.get("token"), local_card=local)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+        card: ModelCard | None = None,
+        overwrite_card: bool = False,
+    ) -> CommitInfo:
+        """Upload the drafter and a model card; weight files of an earlier upload are replaced.
+
+        Args:
+            repo_id, commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as
+                in transformers.
+            card: a card of your own (`dflash_hf.model_card.fill_card` makes one with training and measurements); by
+                default one is made from the config.
+            overwrite_card: replace the repository's README.md even if a person wrote or edited it. Otherwise it stays.
+        """
+        return push_drafter(
+            self,
+            repo_id,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            max_shard_size=max_shard_size,
+            tags=tags,
+            card=card,
+            overwrite_card=overwrite_card,
+        )
 
 
 def _require_complete(source: str, info: dict[str, Any]) -> None:

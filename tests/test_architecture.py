@@ -23,6 +23,8 @@ LAYERS = [
         "training.metrics",
         "training.muon",
         "model_card",
+        "publishing",
+        "weight_files",
     },
     {"modeling_dflash", "target"},
     {"data", "generation", "training"},
