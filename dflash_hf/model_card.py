@@ -113,7 +113,7 @@ def card_data(
             task_type="text-generation",
             dataset_type=benchmark["dataset_type"],
             dataset_name=benchmark["dataset_name"],
-            dataset_args=benchmark.get("settings"),
+            metric_args=benchmark.get("settings"),
             metric_type=metric,
             metric_name=label,
             metric_value=round(benchmark[metric], 3),

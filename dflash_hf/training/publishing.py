@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ logger = logging.get_logger(__name__)
 
 # Of the output folder: subfolders (checkpoints, feature stores) and pickles stay at home.
 _NOT_UPLOADED = ["_*", "*/*", "*.bin", "*.pt", "*.tmp"]
+
+
+def _public_name(dataset: str) -> str:
+    return Path(dataset).name if os.path.exists(dataset) else dataset
 
 
 class PublishesDrafter:
@@ -72,7 +77,7 @@ class PublishesDrafter:
             dtype=str(drafter.dtype).removeprefix("torch."),
             thinking=thinking,
             training={
-                "data": ", ".join([*datasets, f"{len(self.train_dataset)} examples"]),
+                "data": ", ".join([*map(_public_name, datasets), f"{len(self.train_dataset)} examples"]),
                 "command": command,
                 "description": (
                     f"{self.state.global_step} updates of {args.train_batch_size * args.gradient_accumulation_steps} "
