@@ -18,6 +18,7 @@ def block_visibility(
     sliding_window: int | None,
     padding_mask: torch.Tensor | None,
     device: torch.device,
+    window_rule: str = "query",
 ) -> torch.Tensor | None:
     """Which keys each slot of a block sees. The block's own keys are the last `block_length` ones.
 
@@ -25,8 +26,10 @@ def block_visibility(
         block_length: B.
         num_keys: L, context rows and block together; the rows are contiguous and end with the block.
         is_causal: attention inside the block.
-        sliding_window: W; a key is visible if `q - k < W`, and if not causal also `k - q < W`.
+        sliding_window: W.
         padding_mask: `[b, L]`, non-zero is visible.
+        window_rule: `query`: a key is visible if `q - k < W`, and if not causal also `k - q < W`. `anchor`: every slot
+            sees the W context rows before the block, and the window does not limit the block.
 
     Returns:
         Boolean `[b or 1, 1, B, L]`, True is visible; None if everything is.
@@ -37,7 +40,9 @@ def block_visibility(
     query = torch.arange(num_keys - block_length, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]
     visible = key <= query if is_causal else torch.ones_like(key <= query)
-    if window_bites:
+    if window_bites and window_rule == "anchor":
+        visible = visible & (key >= num_keys - block_length - sliding_window)
+    elif window_bites:
         visible = visible & (query - key < sliding_window)
         if not is_causal:
             visible = visible & (key - query < sliding_window)
@@ -77,6 +82,11 @@ class BlockMasks:
         if given is not None and (not isinstance(given, torch.Tensor) or given.dim() == 4):
             return self._as_implementation_takes_it(self._of_keys(given, num_keys))
         if "flash" in self.implementation:  # takes causality, window and the 2-D padding mask by themselves
+            if layer.sliding_window is not None and layer.window_rule != "query":
+                raise DFlashError(
+                    f"attn_implementation {self.implementation!r} counts a sliding window from each query; this "
+                    "drafter counts it from the anchor. Use 'sdpa' or 'eager'."
+                )
             return self._of_keys(given, num_keys)
         key = (layer.is_causal, layer.sliding_window, num_keys)
         if key not in self._built:
@@ -87,6 +97,7 @@ class BlockMasks:
                 sliding_window=layer.sliding_window,
                 padding_mask=None if given is None else given[:, self.total_length - num_keys : self.total_length],
                 device=self.block.device,
+                window_rule=layer.window_rule,
             )
             self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
         return self._built[key]

@@ -8,16 +8,14 @@ checkpoint in their layout is this model's state dict.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, ModelCard
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,39 +26,18 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
-from transformers.utils import cached_file
 
-from .checkpoints.zlab import KEY_MAPPING
+from .checkpoints import name_from_disk
 from .configuration_dflash import DFlashConfig
+from .convolution import GroupedDynamicConvolution
+from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
-from .errors import CheckpointError, DFlashError
+from .errors import DFlashError
 from .masks import BlockMasks
-from .publishing import push_drafter
-from .weight_files import HUB_KEYWORDS, pin_files, remove_stale_weights
+from .pretrained import DrafterFiles
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
-
-# What of a drafter's generation_config is its own; special tokens are the target's business.
-_DRAFTING_KNOBS = {
-    "block_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-}
-
-# What `save_pretrained(push_to_hub=True)` hands on to `push_to_hub`.
-_PUSH_KEYWORDS = (
-    "repo_id",
-    "commit_message",
-    "commit_description",
-    "private",
-    "revision",
-    "create_pr",
-    "tags",
-    "card",
-    "overwrite_card",
-)
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -95,6 +72,7 @@ class DFlashAttention(nn.Module):
         self.is_causal = config.layer_is_causal(layer_idx)
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
+        self.window_rule = config.window_rule
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
@@ -154,6 +132,9 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        has_convolutions = config.conv_kernel_size is not None
+        self.attention_conv = GroupedDynamicConvolution(config) if has_convolutions else None
+        self.mlp_conv = GroupedDynamicConvolution(config) if has_convolutions else None
 
     def forward(
         self,
@@ -164,11 +145,18 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         cache: Any,
     ) -> torch.Tensor:
         """`block [b, B, H]`, `context [b, n, H]` -> `[b, B, H]`."""
-        block = block + self.self_attn(self.input_layernorm(block), context, position_embeddings, masks, cache)
-        return block + self.mlp(self.post_attention_layernorm(block))
+        normed = self.input_layernorm(block)
+        if self.attention_conv is None:
+            block = block + self.self_attn(normed, context, position_embeddings, masks, cache)
+            return block + self.mlp(self.post_attention_layernorm(block))
+        normed, kernel = self.attention_conv.before(normed)
+        attended = self.self_attn(normed, context, position_embeddings, masks, cache)
+        block = block + self.attention_conv.after(attended, kernel)
+        normed, kernel = self.mlp_conv.before(self.post_attention_layernorm(block))
+        return block + self.mlp_conv.after(self.mlp(normed), kernel)
 
 
-class DFlashPreTrainedModel(PreTrainedModel):
+class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     """What transformers needs to know about the drafter."""
 
     config_class = DFlashConfig
@@ -181,13 +169,24 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = False
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # A new DFlash 2 drafter starts as the plain one: identity convolutions, a selector without an opinion.
+        if isinstance(module, GroupedDynamicConvolution):
+            init.zeros_(module.base_kernel)
+            init.ones_(module.base_kernel[:, 0])
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+
     def _supports_logits_to_keep(self) -> bool:
         # transformers asks an assistant this only where the package's gate is not installed.
         raise DFlashError("generate does not know DFlash drafters yet. Call dflash_hf.install() first.")
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """A DFlash drafter. It has no embedding and no output head: it borrows the target's.
+    """A DFlash drafter. As a rule it has no embedding and no output head: it borrows the target's.
 
     Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`.
 
@@ -205,9 +204,41 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        self._add_tables(config)
+        self._add_corrections(config)
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
+        # A Trainer's resume reads the saved file into the model as it is.
+        self.register_load_state_dict_pre_hook(_read_published_names)
         self.post_init()
+
+    def _add_tables(self, config: DFlashConfig) -> None:
+        rows, width = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(rows, width) if config.own_embedding else None
+        self.lm_head = nn.Linear(width, config.draft_vocab_size or rows, bias=False) if config.own_head else None
+        # speculators' names: offsets from draft to target ids, and the target ids that the draft vocabulary has.
+        trimmed = config.draft_vocab_size
+        self.register_buffer("d2t", None if trimmed is None else torch.zeros(trimmed, dtype=torch.int64))
+        self.register_buffer("t2d", None if trimmed is None else torch.zeros(rows, dtype=torch.bool))
+
+    def _add_corrections(self, config: DFlashConfig) -> None:
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank is not None else None
+        self.markov_head = MarkovHead(config) if config.markov_rank is not None else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.prefix_gru = self.embed_proj = None
+        if config.gru_hidden_dim is not None:
+            self.prefix_gru = nn.GRU(config.hidden_size, config.gru_hidden_dim, batch_first=True, bias=False)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False),
+                nn.SiLU(),
+                nn.Linear(config.emb_dim, config.vocab_size, bias=False),
+            )
+
+    def correction(self) -> CandidateSelector | MarkovHead | GRUCorrection | None:
+        """The head that corrects draft logits by the tokens chosen before, if the drafter has one."""
+        if self.prefix_gru is not None:
+            return GRUCorrection(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len)
+        return self.candidate_selector if self.candidate_selector is not None else self.markov_head
 
     @property
     def last_generation_stats(self):
@@ -272,7 +303,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Context features `hidden_norm(fc(.))`: raw concat `[b, n, K * H_t]` of any dtype -> `[b, n, H]`."""
-        return self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
 
     def append_context(
         self, context_hidden_states: torch.Tensor, *, position_ids: torch.LongTensor, cache: DraftCache
@@ -290,108 +321,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             keys, values = layer.self_attn.keys_and_values(context, cos, sin)
             cache.update(keys, values, index)
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> DFlashDraftModel:
-        """Load a drafter from a folder or a Hub repository, without remote code.
 
-        Takes the keywords of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
-        `use_safetensors=False` allows pickled weights (`pytorch_model.bin`, read with `weights_only=True`).
-
-        Raises:
-            CheckpointError: if a tensor is missing, unknown or of the wrong shape (a half-loaded drafter would accept
-                nothing and say nothing), a weight file is damaged, or the weights are pickled.
-        """
-        if pretrained_model_name_or_path is not None:
-            pretrained_model_name_or_path = str(pretrained_model_name_or_path)
-            kwargs = pin_files(pretrained_model_name_or_path, kwargs)
-        kwargs.setdefault("key_mapping", KEY_MAPPING)
-        with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            *model_args,
-            output_loading_info=True,
-            # A wrong shape is reported below, with its name and both shapes.
-            **{**kwargs, "ignore_mismatched_sizes": True},
-        )
-        _require_complete(pretrained_model_name_or_path, info)
-        if pretrained_model_name_or_path is not None:
-            hub = {key: kwargs[key] for key in HUB_KEYWORDS if key in kwargs}
-            # Optional: published drafters have none.
-            optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-            if cached_file(pretrained_model_name_or_path, "generation_config.json", **hub, **optional) is not None:
-                model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        return (model, info) if with_info else model
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, push_to_hub: bool = False, **kwargs):
-        """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own.
-
-        Takes the arguments of `PreTrainedModel.save_pretrained`, and with `push_to_hub=True` those of `push_to_hub`. A
-        README.md in the folder that a person edited is uploaded as the card.
-        """
-        hub = {key: kwargs.pop(key) for key in _PUSH_KEYWORDS if push_to_hub and key in kwargs}
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process:
-            remove_stale_weights(save_directory)
-        if is_main_process and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
-            self.generation_config.save_pretrained(save_directory)
-        if push_to_hub and is_main_process:  # as a whole, so that no file of the folder is left out
-            repo_id = hub.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
-            readme = Path(save_directory) / "README.md"
-            local = readme.read_text(encoding="utf-8") if readme.exists() else None
-            shards = {key: kwargs[key] for key in ("max_shard_size",) if key in kwargs}
-            push_drafter(self, repo_id, **hub, **shards, token=kwargs.get("token"), local_card=local)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-        tags: list[str] | None = None,
-        card: ModelCard | None = None,
-        overwrite_card: bool = False,
-    ) -> CommitInfo:
-        """Upload the drafter and a model card; weight files of an earlier upload are replaced.
-
-        Args:
-            repo_id, commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as
-                in transformers.
-            card: a card of your own (`dflash_hf.model_card.fill_card` makes one with training and measurements); by
-                default one is made from the config.
-            overwrite_card: replace the repository's README.md even if a person wrote or edited it. Otherwise it stays.
-        """
-        return push_drafter(
-            self,
-            repo_id,
-            commit_message=commit_message,
-            commit_description=commit_description,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            max_shard_size=max_shard_size,
-            tags=tags,
-            card=card,
-            overwrite_card=overwrite_card,
-        )
-
-
-def _require_complete(source: str, info: dict[str, Any]) -> None:
-    remedy = "The files are not a complete drafter of a layout that dflash_hf reads."
-    for kind in ("missing_keys", "unexpected_keys"):
-        names = sorted(info[kind])
-        if names:
-            word = "is missing" if kind == "missing_keys" else "is unknown"
-            raise CheckpointError(
-                f"Tensor {names[0]!r} {word} in {source} ({len(names)} such tensors in all). {remedy}"
-            )
-    if info["mismatched_keys"]:
-        name, found, expected = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"Tensor {name!r} in {source} has shape {tuple(found)}; config.json asks for {tuple(expected)}. {remedy}"
-        )
+def _read_published_names(module: DFlashDraftModel, state_dict: dict[str, Any], prefix: str, *_) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = prefix + name_from_disk(key.removeprefix(prefix), module.config.family)
+        if name != key:
+            state_dict[name] = state_dict.pop(key)

@@ -33,15 +33,18 @@ HUB_KEYWORDS = (
 )
 
 
-def pin_files(source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `from_pretrained` with the revision pinned to a commit, after a look at the weight files.
+def pin_files(source: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
+    """Options of `from_pretrained` with the revision pinned to a commit, and the names of the tensors in the files.
 
     A branch may move between the download of the config and that of the weights; the commit that the config came from
     cannot.
 
     Args:
         source: folder or Hub repository.
-        options: keywords of `from_pretrained`; a copy is returned.
+        options: keywords of `from_pretrained`.
+
+    Returns:
+        A copy of the options, and the names (None for pickled weights, which are not read here).
 
     Raises:
         CheckpointError: if the weights are pickled only (and `use_safetensors=False` does not allow it), or a
@@ -55,14 +58,14 @@ def pin_files(source: str, options: dict[str, Any]) -> dict[str, Any]:
     if commit is not None:
         options["revision"] = hub["revision"] = commit
     if options.get("use_safetensors") is False:
-        return options  # the user's word; torch.load reads it with weights_only=True
-    _check_safetensors(source, variant=options.get("variant"), hub=hub)
+        return options, None  # the user's word; torch.load reads it with weights_only=True
+    names = _safetensors_names(source, variant=options.get("variant"), hub=hub)
     options["use_safetensors"] = True
     options.pop("force_download", None)  # done above
-    return options
+    return options, sorted(names)
 
 
-def _check_safetensors(source: str, *, variant: str | None, hub: dict[str, Any]) -> None:
+def _safetensors_names(source: str, *, variant: str | None, hub: dict[str, Any]) -> set[str]:
     def find(name: str) -> str | None:
         return cached_file(source, _add_variant(name, variant), **hub, _raise_exceptions_for_missing_entries=False)
 
@@ -81,6 +84,7 @@ def _check_safetensors(source: str, *, variant: str | None, hub: dict[str, Any])
     for tensor, shard in shard_of.items():
         if tensor not in held[Path(shard).name]:
             raise CheckpointError(f"{index} says that {shard} holds {tensor!r}, but it does not. {_FETCH_AGAIN}")
+    return set().union(*held.values())
 
 
 _FETCH_AGAIN = "Copy or download it again (from_pretrained(..., force_download=True) for a Hub repository)."

@@ -17,16 +17,18 @@ LAYERS = [
         "checkpoints",
         "masks",
         "draft_cache",
+        "configuration_checks",
         "training.anchors",
         "training.masks",
         "training.losses",
         "training.metrics",
         "training.muon",
         "model_card",
+        "pretrained",
         "publishing",
         "weight_files",
     },
-    {"modeling_dflash", "target"},
+    {"modeling_dflash", "convolution", "correction_heads", "loading", "target", "draft_head"},
     {"data", "generation", "training"},
     {"evaluation", "hub"},
     {"cli"},
@@ -111,7 +113,8 @@ def test_the_walk_sees_the_package():
     source, is_package = sources["checkpoints"]
     assert imports_of(source, "checkpoints", is_package=is_package, modules=set(sources)) == {
         "errors",
-        "checkpoints.zlab",
+        *(f"checkpoints.{name}" for name in ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators", "zlab")),
+        "checkpoints.refused",
     }
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
-from ..target import OutputHead, embed_tokens, execution_device
 from .processors import Processors
 
 
@@ -48,15 +48,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.processors = processors
         self.do_sample = do_sample
         self.block_size = _inference_block_size(drafter)
-        self.max_proposals = _max_proposals(drafter, self.block_size)
+        self.head = DraftHead(drafter, target)
+        self.max_proposals = _max_proposals(drafter, self.head.max_proposals(self.block_size))
         self.device = drafter.norm.weight.device
-        self.head = OutputHead(target, config)
-        self.head_device = execution_device(target.get_output_embeddings())
-        self.embedding_scale = config.input_embedding_scale
         self.cache = drafter.new_cache()
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
-        self._block = embed_tokens(target, masks, scale=self.embedding_scale).to(self.device).clone()
+        self._block = self.head.embed(masks).to(self.device).clone()
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._features: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
@@ -73,11 +71,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._features, self._positions = features, position_ids.to(self.device)
 
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
-        """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`.
+        """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`, before any correction.
 
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
-        self._block[:, :1] = embed_tokens(self.target, anchor, scale=self.embedding_scale).to(self.device)
+        self._block[:, :1] = self.head.embed(anchor).to(self.device)
         length = self.cache.get_seq_length() + self._features.shape[1]
         block_positions = self._positions[:, -1:] + 1 + self._offsets
         hidden = self.drafter(
@@ -88,7 +86,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         ).last_hidden_state
         self._features = self._positions = None
         self.cache.crop(length)
-        return self.head(hidden[:, 1 : 1 + num_tokens].to(self.head_device))
+        self._hidden = self.head.slots(hidden, num_tokens)  # of this draft, for heads that walk over it
+        return self.head.logits(self._hidden)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None
@@ -105,18 +104,22 @@ class DFlashCandidateGenerator(CandidateGenerator):
         num_tokens = self.max_proposals if num_tokens is None else num_tokens
         logits = self.draft_logits(input_ids[:, -1:], num_tokens).to(input_ids.device)
         processors = self.processors
-        if processors.draft_rowwise:
+        if processors.draft_rowwise and not self.head.walks:
             if not self.do_sample and not processors.draft:
                 return torch.cat([input_ids, logits.argmax(dim=-1)], dim=1), None
-            scores = processors.on_rows(input_ids, logits.float(), draft=True)
+            scores = self._scores(processors.on_rows(input_ids, logits.float(), draft=True))
             tokens = self._choose(scores)
             return torch.cat([input_ids, tokens], dim=1), scores if self.do_sample else None
-        # A processor looks at the prefix: slot k's prefix holds the tokens chosen for the slots before it.
-        rows = []
-        for slot in range(num_tokens):
-            rows.append(processors.draft(input_ids, logits[:, slot].float())[:, None])
+        # A processor, or the head itself, looks at the prefix: that of proposal k holds the ones chosen before it.
+        walk, rows = self.head.walk(self._hidden, logits), []
+        for index in range(num_tokens):
+            scores = walk.scores(index, input_ids[:, -1]).to(input_ids.device)
+            rows.append(self._scores(processors.draft(input_ids, scores.float()))[:, None])
             input_ids = torch.cat([input_ids, self._choose(rows[-1])], dim=1)
         return input_ids, torch.cat(rows, dim=1) if self.do_sample else None
+
+    def _scores(self, scores: torch.Tensor) -> torch.Tensor:
+        return without_empty_rows(scores) if self.head.restricts and self.do_sample else scores
 
     def _choose(self, scores: torch.Tensor) -> torch.LongTensor:
         """One token `[b, n]` for each row of `scores [b, n, V]`."""
@@ -143,13 +146,13 @@ def _inference_block_size(drafter: DFlashDraftModel) -> int:
     return block_size
 
 
-def _max_proposals(drafter: DFlashDraftModel, block_size: int) -> int:
+def _max_proposals(drafter: DFlashDraftModel, most: int) -> int:
     wanted = drafter.generation_config.num_assistant_tokens
     if wanted is None:
-        return block_size - 1
+        return most
     if wanted < 1:
         raise DFlashConfigError(
             f"generation_config.num_assistant_tokens is {wanted}; a round proposes at least 1 token. Set 1 to "
-            f"{block_size - 1}, or None for the whole block."
+            f"{most}, or None for the whole block."
         )
-    return min(int(wanted), block_size - 1)
+    return min(int(wanted), most)
