@@ -303,7 +303,7 @@ class DFlashConfig(PreTrainedConfig):
             target_layer_ids = default_target_layer_ids(num_target_layers=text.num_hidden_layers, num_taps=num_taps)
         intermediate_size = intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         if input_embedding_scale is None:
-            input_embedding_scale = _target_embedding_scale(text)
+            input_embedding_scale = target_embedding_scale(text)
         return cls(
             hidden_size=text.hidden_size,
             intermediate_size=intermediate_size,
@@ -377,7 +377,7 @@ def _meaning(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in bookkeeping} | {"rope_parameters": rope}
 
 
-def _target_embedding_scale(text: PreTrainedConfig) -> float:
+def target_embedding_scale(text: PreTrainedConfig) -> float:
     multiplier = getattr(text, "embedding_multiplier", None)  # Granite and its hybrids
     if multiplier is not None:
         return float(multiplier)

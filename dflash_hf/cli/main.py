@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .export import export
 from .generate import generate
 from .info import info
 from .train import train
@@ -17,6 +18,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(train)
 app.command()(info)
+app.command()(export)
 
 if __name__ == "__main__":
     app()
