@@ -26,6 +26,16 @@ BACKBONE_KEYS = (
     "pad_token_id",
 )
 
+# What every published config states; the sizes are told by the tensors too, the others by nothing else.
+BACKBONE_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+)
+
 # What the format's own reader takes where `head_dim` is absent.
 DEFAULT_HEAD_DIM = 128
 
@@ -61,7 +71,14 @@ def require_keys(on_disk: dict[str, Any], keys: tuple[str, ...], *, title: str, 
     """
     for key in keys:
         if on_disk.get(key) is None:
-            raise CheckpointError(f"{where} of this {title} drafter has no `{key}`; the drafter is incomplete.")
+            raise CheckpointError(f"{where} of this {title} drafter has no `{key}`, without which it is incomplete.")
+
+
+def require_backbone(on_disk: dict[str, Any], *, title: str, where: str = "config.json") -> None:
+    """Stop at the first key of the backbone that is missing; RoPE may be stated in either of its spellings."""
+    require_keys(on_disk, BACKBONE_REQUIRED, title=title, where=where)
+    if all(on_disk.get(key) is None for key in ("rope_parameters", "rope_theta")):
+        raise CheckpointError(f"{where} of this {title} drafter has neither `rope_parameters` nor `rope_theta`.")
 
 
 def require_expressible(fields: dict[str, Any], extras: set[str], *, title: str) -> None:

@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CheckpointError
-from .common import backbone_fields, backbone_keys, bookkeeping_keys, require_expressible, require_keys
+from .common import (
+    backbone_fields,
+    backbone_keys,
+    bookkeeping_keys,
+    require_backbone,
+    require_expressible,
+    require_keys,
+)
 from .dspark import MARKOV_EXTRAS, markov_fields, markov_keys
 
 FAMILY = "deepspec"
@@ -20,11 +27,6 @@ TO_DISK: dict[str, str] = {}
 IGNORED: tuple[str, ...] = ()
 
 _REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
     "head_dim",
     "vocab_size",
     "block_size",
@@ -46,6 +48,7 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
     Raises:
         CheckpointError: if a key is missing, or a layer slides (DeepSpec's attention is full everywhere).
     """
+    require_backbone(on_disk, title=TITLE)
     require_keys(on_disk, _REQUIRED, title=TITLE)
     fields = backbone_fields(on_disk)
     if set(fields["layer_types"]) != {"full_attention"}:

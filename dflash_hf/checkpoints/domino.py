@@ -18,8 +18,8 @@ KEY_MAPPING = dict(zlab.KEY_MAPPING) | {r"^logit_head\.": ""}
 TO_DISK: dict[str, str] = {}
 IGNORED: tuple[str, ...] = ()
 
-_REQUIRED = ("gru_hidden_dim", "emb_dim")
-_KEYS = {*_REQUIRED, "projector_type", "pure_draft_prefix_len", "shift_label"}
+_REQUIRED = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label")
+_KEYS = {*_REQUIRED, "projector_type"}
 _SCALES = {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
 
 
@@ -41,21 +41,16 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
     return fields | {
         "gru_hidden_dim": own["gru_hidden_dim"],
         "emb_dim": own["emb_dim"],
-        "pure_draft_prefix_len": own["pure_draft_prefix_len"] or 0,
-        "sample_from_anchor": bool(own["shift_label"]),
+        "pure_draft_prefix_len": own["pure_draft_prefix_len"],
+        "sample_from_anchor": own["shift_label"],
     }
 
 
 def write_config(fields: dict[str, Any]) -> dict[str, Any]:
     """The `config.json` of a Domino drafter."""
-    require_keys(fields, _REQUIRED, title=TITLE, where="The configuration")
-    extras = {*_REQUIRED, "pure_draft_prefix_len", "sample_from_anchor"}
-    require_expressible(fields, _SCALES | extras, title=TITLE)
-    nested = {
-        "projector_type": "domino",
-        "gru_hidden_dim": fields["gru_hidden_dim"],
-        "emb_dim": fields["emb_dim"],
-        "pure_draft_prefix_len": fields.get("pure_draft_prefix_len") or 0,
-        "shift_label": fields["sample_from_anchor"],
-    }
+    sizes = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+    require_keys(fields, sizes, title=TITLE, where="The configuration")
+    require_expressible(fields, _SCALES | {*sizes, "sample_from_anchor"}, title=TITLE)
+    nested = {key: fields[key] for key in sizes}
+    nested |= {"projector_type": "domino", "shift_label": fields["sample_from_anchor"]}
     return zlab.write_base(fields, architecture="DFlashDraftModel", nested=nested)

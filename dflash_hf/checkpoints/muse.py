@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CheckpointError
-from .common import backbone_fields, backbone_keys, bookkeeping_keys, require_expressible, require_keys
+from .common import (
+    backbone_fields,
+    backbone_keys,
+    bookkeeping_keys,
+    require_backbone,
+    require_expressible,
+    require_keys,
+)
 
 FAMILY = "muse_assistant"
 TITLE = "MuseGlimmerAssistantModel"
@@ -20,11 +27,6 @@ TO_DISK = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc.
 IGNORED: tuple[str, ...] = ()
 
 _REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
     "head_dim",
     "block_size",
     "mask_token_id",
@@ -46,6 +48,7 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
     Raises:
         CheckpointError: if a key is missing.
     """
+    require_backbone(on_disk, title=TITLE)
     require_keys(on_disk, _REQUIRED, title=TITLE)
     fields = backbone_fields(on_disk)
     if fields.get("sliding_window") is not None:

@@ -9,16 +9,16 @@ _MIMO = (
     "embedding lies in a pickled file of its own. dflash_hf has neither."
 )
 _LAGUNA = (
-    "a Laguna drafter: its attention output is gated (`g_proj`), each tap has a norm of its own (`aux_hidden_norms`) and "
-    "every layer a window of its own. dflash_hf does not compute these."
+    "a Laguna drafter: its attention output is gated (`g_proj`), each tap has a norm of its own (`aux_hidden_norms`) "
+    "and every layer a window of its own. dflash_hf does not compute these."
 )
 _NEMOTRON = (
     "a Nemotron drafter quantised by ModelOpt (W4A16 NVFP4), with an embedding of its own and no head. transformers "
     "cannot unpack NVFP4 weights; dflash_hf needs an unquantised export."
 )
 _GEMMA = (
-    "DeepSpec's Gemma4DSparkModel: its layers are Gemma 4's (values are the normed keys, two norms around each sublayer, "
-    "scaled embeddings), not the Qwen3 layers of dflash_hf's drafter. Use z-lab's Gemma 4 drafters."
+    "DeepSpec's Gemma4DSparkModel: its layers are Gemma 4's (values are the normed keys, two norms around each "
+    "sublayer, scaled embeddings), not the Qwen3 layers of dflash_hf's drafter. Use z-lab's Gemma 4 drafters."
 )
 _UNKNOWN = "a drafter family that dflash_hf does not know; run as plain DFlash it would propose wrong tokens."
 

@@ -12,7 +12,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CheckpointError
-from .common import backbone_fields, backbone_keys, bookkeeping_keys, require_expressible, require_keys
+from .common import (
+    backbone_fields,
+    backbone_keys,
+    bookkeeping_keys,
+    require_backbone,
+    require_expressible,
+    require_keys,
+)
 from .dspark import MARKOV_EXTRAS, markov_fields, markov_keys
 
 FAMILY = "speculators"
@@ -31,15 +38,6 @@ _REQUIRED = (
     "block_size",
     "draft_vocab_size",
 )
-_REQUIRED_OF_LAYERS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
 _KNOWN = {
     *_REQUIRED,
     *_CONV_KEYS,
@@ -48,7 +46,6 @@ _KNOWN = {
     "confidence_head_with_markov",
     "dtype",
     "enable_confidence_head",
-    "has_no_defaults_at_init",
     "markov_head_type",
     "markov_rank",
     "model_type",
@@ -94,15 +91,19 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
         )
     require_keys(on_disk, _REQUIRED, title=title)
     layers = on_disk["transformer_layer_config"]
-    require_keys(layers, _REQUIRED_OF_LAYERS, title=title, where="transformer_layer_config")
+    require_backbone(layers, title=title, where="transformer_layer_config")
+    require_keys(layers, ("head_dim", "vocab_size"), title=title, where="transformer_layer_config")
     fields = backbone_fields(layers)
     fields |= {key: on_disk[key] for key in ("block_size", "mask_token_id", "target_hidden_size") if key in on_disk}
     fields["target_layer_ids"] = [layer_id - 1 for layer_id in on_disk["aux_hidden_state_layer_ids"]]
-    fields["sample_from_anchor"] = on_disk.get("sample_from_anchor", kind == "dspark")
+    if kind == "dspark":  # its readers disagree on what absence means; that of the others is false
+        require_keys(on_disk, ("sample_from_anchor",), title=title)
+    fields["sample_from_anchor"] = on_disk.get("sample_from_anchor", False)
     if "sliding_attention" in fields["layer_types"]:
+        require_keys(on_disk, ("sliding_window_non_causal",), title=title)  # as above
         fields["window_rule"] = "anchor"
         # Full layers are always bidirectional; unset means causal on sliding ones.
-        fields["is_causal"] = False if on_disk.get("sliding_window_non_causal", kind == "dflash2") else None
+        fields["is_causal"] = False if on_disk["sliding_window_non_causal"] else None
     if kind == "dflash2":
         require_keys(on_disk, _CONV_KEYS, title=title)
         fields |= {key: on_disk[key] for key in _CONV_KEYS}
@@ -155,11 +156,12 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
     extras = {"sample_from_anchor", "window_rule", "own_embedding", "own_head", "draft_vocab_size"}
     extras |= {"input_embedding_scale", *_CONV_KEYS, *MARKOV_EXTRAS}
     require_expressible(fields, extras, title=TITLE)
+    require_keys(fields, ("vocab_size",), title=TITLE, where="The configuration")
     scale = fields.get("input_embedding_scale")
     if not fields.get("own_embedding") and scale != 1.0:
         raise CheckpointError(
             f"The drafter has input_embedding_scale = {scale}; {TITLE} embeds blocks with the target's raw rows, which "
-            "is a scale of 1.0."
+            "is a scale of 1.0. Where the target's embedding module gives raw rows too, set it to 1.0 first."
         )
     sliding = "sliding_attention" in fields["layer_types"]
     if sliding and fields.get("window_rule") != "anchor":

@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CheckpointError
-from .common import backbone_fields, backbone_keys, bookkeeping_keys, require_expressible, require_keys
+from .common import (
+    backbone_fields,
+    backbone_keys,
+    bookkeeping_keys,
+    require_backbone,
+    require_expressible,
+    require_keys,
+)
 
 FAMILY = "zlab"
 TITLE = "z-lab DFlash v1"
@@ -47,14 +54,6 @@ _FOREIGN_KEYS = (
     "gating",
     "use_gemma_norm",
 )
-_REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
 
 
 def matches(on_disk: dict[str, Any]) -> bool:
@@ -84,7 +83,8 @@ def read_base(
     Returns:
         the fields, and the `dflash_config` block.
     """
-    require_keys(on_disk, _REQUIRED, title=title)
+    require_backbone(on_disk, title=title)
+    require_keys(on_disk, ("vocab_size",), title=title)
     nested = dict(on_disk.get("dflash_config") or {})
     if nested.get("use_swa") is False:  # ModelOpt states that it does not slide
         nested.pop("use_swa")
@@ -139,6 +139,7 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 def write_base(fields: dict[str, Any], *, architecture: str, nested: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `read_base`; `nested` are the extension's keys of `dflash_config`."""
+    require_keys(fields, ("vocab_size",), title=architecture, where="The configuration")
     out = backbone_keys(fields)
     out |= {key: fields[key] for key in _OWN_KEYS if fields.get(key) is not None}
     if out.get("target_hidden_size") == fields["hidden_size"]:
