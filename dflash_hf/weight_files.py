@@ -96,9 +96,7 @@ def _open(path: str) -> set[str]:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is missing, truncated or no safetensors file ({error}). {_FETCH_AGAIN}"
-        ) from error
+        raise CheckpointError(f"{path} is missing, truncated or corrupt ({error}). {_FETCH_AGAIN}") from error
 
 
 def _no_safetensors(source: str, *, variant: str | None, hub: dict[str, Any]) -> str:

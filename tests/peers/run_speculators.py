@@ -3,7 +3,8 @@
     python run_speculators.py FOLDER ...
 
 Each FOLDER holds `drafter` (the export) and `inputs.safetensors`: input_ids [1, T], the target's hidden_states
-[layers + 1, T, H] as transformers gives them, anchors [N]. `outputs.safetensors` is written beside them: hidden [N, B, H] and logits [N, B, V] of one block an anchor.
+[layers + 1, T, H] as transformers gives them, anchors [N]. Beside them `outputs.safetensors` is written: hidden
+[N, B, H] and logits [N, B, V] of one block an anchor.
 """
 
 import sys
