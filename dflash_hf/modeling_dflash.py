@@ -251,6 +251,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             _LATEST.stats = weakref.WeakKeyDictionary()
         _LATEST.stats[self] = stats
 
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        """The drafter's own embedding; None where it borrows the target's. Quantisers ask for it."""
+        return self.embed_tokens
+
     def new_cache(self) -> DraftCache:
         """An empty cache for context keys and values."""
         return DraftCache(num_layers=self.config.num_hidden_layers)

@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.errors import CheckpointError
 from dflash_hf.model_card import card_for_repository, sealed
 
@@ -117,6 +117,22 @@ def test_a_folder_without_weights_says_so(drafter, tmp_path):
     drafter.config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no weights"):
         DFlashDraftModel.from_pretrained(tmp_path)
+
+
+def test_a_drafter_that_was_quantised_says_so_on_disk(drafter, tmp_path):
+    """The key that tells transformers how to read the packed tensors, added to a config that is otherwise unchanged."""
+    drafter.save_pretrained(tmp_path)
+    config = DFlashConfig.from_pretrained(tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    config.save_pretrained(tmp_path)
+    on_disk = json.loads((tmp_path / "config.json").read_text())
+    assert on_disk == plain | {"quantization_config": config.quantization_config}
+    again = DFlashConfig.from_pretrained(tmp_path)
+    assert again.quantization_config["load_in_8bit"]
+    del again.quantization_config
+    again.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == plain
 
 
 OURS, NEWER, HAND, OTHER = sealed("ours"), sealed("newer"), "by hand", "by another hand"
