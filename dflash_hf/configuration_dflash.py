@@ -12,6 +12,7 @@ from .checkpoints import read_config, write_config
 from .checkpoints.zlab import default_taps
 from .configuration_checks import check_extras
 from .errors import DFlashConfigError
+from .inherited import drafter_rope_parameters, target_embedding_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -186,7 +187,8 @@ class DFlashConfig(PreTrainedConfig):
         if self.window_rule == "anchor" or self.draft_vocab_size is not None:
             return "speculators"
         if self.own_embedding or self.own_head:
-            return "deepspec" if self.sample_from_anchor else "speculators"
+            plain = self.own_embedding and self.own_head and self.hidden_size == self.target_hidden_size
+            return "deepspec" if self.sample_from_anchor and plain else "speculators"
         if self.gru_hidden_dim is not None:
             return "domino"
         if self.sample_from_anchor:
@@ -313,7 +315,7 @@ class DFlashConfig(PreTrainedConfig):
             head_dim=head_dim,
             rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
             max_position_embeddings=getattr(text, "max_position_embeddings", 32768),
-            rope_parameters=_drafter_rope_parameters(text),
+            rope_parameters=drafter_rope_parameters(text),
             layer_types=layer_types,
             sliding_window=sliding_window,
             initializer_range=initializer_range,
@@ -376,26 +378,3 @@ def _meaning(fields: dict[str, Any]) -> dict[str, Any]:
     bookkeeping = {"architectures", "dtype", "transformers_version", "_name_or_path", "quantization_config"}
     rope = {key: value for key, value in fields["rope_parameters"].items() if key != "type"}  # old name of rope_type
     return {key: value for key, value in fields.items() if key not in bookkeeping} | {"rope_parameters": rope}
-
-
-def target_embedding_scale(text: PreTrainedConfig) -> float:
-    multiplier = getattr(text, "embedding_multiplier", None)  # Granite and its hybrids
-    if multiplier is not None:
-        return float(multiplier)
-    if text.model_type.startswith(("gemma", "recurrent_gemma")):  # the module multiplies by sqrt(H), no key says so
-        return float(text.hidden_size) ** 0.5
-    return 1.0
-
-
-def _drafter_rope_parameters(text: PreTrainedConfig) -> dict[str, Any]:
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    if nested:  # one entry a layer type (Gemma 3): the global layers' parameters see the whole context
-        rope = dict(rope.get("full_attention") or nested[0])
-    for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "type"):
-        rope.pop(key, None)
-    if rope.get("rope_type") in ("mrope", "proportional"):
-        rope["rope_type"] = "default"
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
-    return rope

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
+from .checkpoints import name_from_disk
 from .errors import CheckpointError
 
 _REMEDY = "The files are not a complete drafter of a layout that dflash_hf reads."
@@ -54,3 +56,11 @@ def require_consistent(source: Any, *, d2t: torch.Tensor | None, t2d: torch.Tens
     token_ids = torch.arange(len(d2t), device=d2t.device) + d2t
     if not torch.equal(token_ids.sort().values, t2d.nonzero().flatten()):
         raise CheckpointError(f"Tensors 'd2t' and 't2d' in {source} name different tokens. {_REMEDY}")
+
+
+def read_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -> None:
+    """Rename published tensors in a state dict that is about to be loaded; a hook for `load_state_dict`."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = prefix + name_from_disk(key.removeprefix(prefix), model.config.family)
+        if name != key:
+            state_dict[name] = state_dict.pop(key)

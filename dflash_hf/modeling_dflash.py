@@ -27,12 +27,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .checkpoints import name_from_disk
 from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
 from .errors import DFlashError
+from .loading import read_published_names
 from .masks import BlockMasks
 from .pretrained import DrafterFiles
 
@@ -209,7 +209,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
         # A Trainer's resume reads the saved file into the model as it is.
-        self.register_load_state_dict_pre_hook(_read_published_names)
+        self.register_load_state_dict_pre_hook(read_published_names)
         self.post_init()
 
     def _add_tables(self, config: DFlashConfig) -> None:
@@ -324,10 +324,3 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for index, layer in enumerate(self.layers):
             keys, values = layer.self_attn.keys_and_values(context, cos, sin)
             cache.update(keys, values, index)
-
-
-def _read_published_names(module: DFlashDraftModel, state_dict: dict[str, Any], prefix: str, *_) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = prefix + name_from_disk(key.removeprefix(prefix), module.config.family)
-        if name != key:
-            state_dict[name] = state_dict.pop(key)

@@ -18,6 +18,7 @@ LAYERS = [
         "masks",
         "draft_cache",
         "configuration_checks",
+        "inherited",
         "training.anchors",
         "training.masks",
         "training.losses",

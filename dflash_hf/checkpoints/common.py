@@ -93,13 +93,27 @@ def require_expressible(fields: dict[str, Any], extras: set[str], *, title: str)
     """
     for name, unused in EXTRAS.items():
         value = fields.get(name, unused)
-        if value is None:
-            value = unused
+        if value is None or (name == "input_embedding_scale" and value == 1.0 and fields.get("own_embedding")):
+            value = unused  # the raw rows of an own table
         if name not in extras and value != unused:
             raise CheckpointError(
                 f"The drafter has {name} = {value!r}, which the {title} layout has no key for: whoever loads the file "
                 "would compute something else. Save it in the layout of its own family."
             )
+
+
+def require_target_width(fields: dict[str, Any], *, title: str) -> None:
+    """Stop if the target's width differs from the drafter's, for a layout that has no key for it.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    width = fields.get("target_hidden_size")
+    if width not in (None, fields["hidden_size"]):
+        raise CheckpointError(
+            f"The drafter of width {fields['hidden_size']} reads states of width {width} (target_hidden_size), which "
+            f"the {title} layout has no key for."
+        )
 
 
 def backbone_fields(on_disk: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .common import (
     require_backbone,
     require_expressible,
     require_keys,
+    require_target_width,
 )
 from .dspark import MARKOV_EXTRAS, markov_fields, markov_keys
 
@@ -74,6 +75,7 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: for a drafter without embedding and head of its own, or whose slot 0 is silent.
     """
     require_expressible(fields, MARKOV_EXTRAS | {"sample_from_anchor", "own_embedding", "own_head"}, title=TITLE)
+    require_target_width(fields, title=TITLE)
     for name in ("sample_from_anchor", "own_embedding", "own_head"):
         if not fields.get(name):
             raise CheckpointError(f"A {TITLE} drafter has {name} true, which this one has not.")

@@ -17,6 +17,7 @@ from .common import (
     require_backbone,
     require_expressible,
     require_keys,
+    require_target_width,
 )
 
 FAMILY = "muse_assistant"
@@ -70,6 +71,7 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: for a drafter with causal attention, or anything else that the layout has no key for.
     """
     require_expressible(fields, set(), title=TITLE)
+    require_target_width(fields, title=TITLE)
     sliding = "sliding_attention" in fields["layer_types"]
     if fields.get("is_causal") or (fields.get("is_causal") is None and sliding):
         raise CheckpointError(f"A {TITLE} is bidirectional on every layer; this drafter is causal on some.")

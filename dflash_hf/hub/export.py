@@ -17,8 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoints import FAMILIES
-from ..configuration_dflash import DFlashConfig, target_embedding_scale
+from ..configuration_dflash import DFlashConfig
 from ..errors import CheckpointError, TargetMismatchError
+from ..inherited import target_embedding_scale
 from ..model_card import write_card
 from ..modeling_dflash import DFlashDraftModel
 from ..publishing import default_card
