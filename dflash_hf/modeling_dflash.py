@@ -188,7 +188,9 @@ class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
 class DFlashDraftModel(DFlashPreTrainedModel):
     """A DFlash drafter. As a rule it has no embedding and no output head: it borrows the target's.
 
-    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`.
+    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`. Load it with this
+    class: a published config.json names another model type (`qwen3`) for the engines' sake, so `AutoModel` would build
+    that model, with random weights where the drafter has none.
 
     Attributes:
         generation_config: transformers' `GenerationConfig`. `block_size` on it runs the drafter with a smaller block

@@ -19,12 +19,12 @@ from ..model_card import (
     write_card,
     write_text,
 )
-from ..publishing import EARLIER_WEIGHTS, remote_card
+from ..publishing import EARLIER_WEIGHTS, commit_folder, remote_card
 
 logger = logging.get_logger(__name__)
 
-# Of the output folder: subfolders (checkpoints, feature stores) and pickles stay at home.
-_NOT_UPLOADED = ["_*", "*/*", "*.bin", "*.pt", "*.tmp"]
+# Of the output folder: pickles stay at home, as do subfolders (checkpoints, feature stores).
+_NOT_UPLOADED = ("_*", "*.bin", "*.pt", "*.tmp")
 
 
 def _public_name(dataset: str) -> str:
@@ -124,21 +124,25 @@ class PublishesDrafter:
         self.create_model_card(**kwargs)
         revision = revision if revision is not None else self.args.hub_revision
         self._finish_current_push()
+        api = HfApi(library_name="dflash_hf", token=token)
+        head = api.model_info(self.hub_model_id, revision=revision).sha
         ignored = list(_NOT_UPLOADED)
         readme = (Path(self.args.output_dir) / "README.md").read_text(encoding="utf-8")
-        remote = remote_card(self.hub_model_id, revision=revision, token=token)
+        remote = remote_card(self.hub_model_id, revision=head, token=token)
         text, warning = card_for_repository(generated=readme, local=readme, remote=remote, overwrite=overwrite_card)
         if text is None:
             ignored.append("README.md")
             logger.warning(f"{self.hub_model_id}: {warning}")
-        return HfApi(library_name="dflash_hf", token=token).upload_folder(
+        return commit_folder(
+            api,
             repo_id=self.hub_model_id,
-            folder_path=self.args.output_dir,
-            commit_message=commit_message,
-            ignore_patterns=ignored,
-            delete_patterns=[*EARLIER_WEIGHTS, "training_args.bin"],
-            run_as_future=not blocking,
+            folder=Path(self.args.output_dir),
+            head=head,
             revision=revision,
+            ignored=ignored,
+            removed=[*EARLIER_WEIGHTS, "training_args.bin"],
+            commit_message=commit_message or "End of training",
+            run_as_future=not blocking,
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -49,6 +50,7 @@ class Hub(ThreadingHTTPServer):
         requests: (method, path, Range header, whether a token was sent), in order.
         cut: path in a repository -> bytes after which its next download loses the connection.
         fail: path in a repository -> HTTP status of every download after a cut, until removed.
+        before_commit: called before a commit is taken in, to do what somebody else does at that moment.
         shorten: path in a repository -> bytes that a download sends instead of the whole file, saying all is well.
     """
 
@@ -64,6 +66,7 @@ class Hub(ThreadingHTTPServer):
         self.cut: dict[str, int] = {}
         self.fail: dict[str, int] = {}
         self.shorten: dict[str, int] = {}
+        self.before_commit: Callable[[], object] | None = None
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.cdn = f"http://localhost:{self.server_port}/cdn"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -271,9 +274,14 @@ class _Handler(BaseHTTPRequestHandler):
         if sha is None:
             return
         files = dict(self.server.repos[repo].commits[sha])
+        if self.server.before_commit is not None:
+            self.server.before_commit()
+            sha = self.server.repos[repo].resolve(revision)
         for line in self.body.splitlines():
             operation = json.loads(line)
             value = operation["value"]
+            if operation["key"] == "header" and value.get("parentCommit") not in (None, sha):
+                return self.refuse(412, "", "A commit has happened since. Please refresh and try again.")
             if operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "lfsFile":

@@ -228,6 +228,19 @@ def test_a_card_in_the_repository_that_a_person_wrote_stays(hub, user):
     assert "license: mit" in text and "thinking mode | off" in text and is_untouched(text)
 
 
+def test_a_card_that_is_edited_during_the_push_stays(hub, user):
+    """Between the look at the card and the commit: the Hub refuses, and the next push keeps the words."""
+    user(client.push, "me/hasty", seed=1)
+    repo = hub.repos["me/hasty"]
+    hub.before_commit = lambda: repo.commit({**hub.files("me/hasty"), "README.md": MINE}, "main")
+    kinds, text = user(client.outcome, client.push, "me/hasty", seed=2)
+    hub.before_commit = None
+    assert "HfHubHTTPError" in kinds and "412" in text
+    pushed, _ = user(client.push, "me/hasty", seed=2)
+    assert hub.files("me/hasty")["README.md"] == MINE
+    assert user(client.load, "me/hasty") == pushed
+
+
 def test_our_own_card_is_refreshed_until_somebody_edits_it(hub, user):
     user(client.push, "me/fresh", seed=1)
     user(client.push, "me/fresh", seed=1, own_card=True)
