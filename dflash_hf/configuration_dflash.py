@@ -253,6 +253,11 @@ class DFlashConfig(PreTrainedConfig):
             )
         check_extras(self)
 
+    @property
+    def first_slot(self) -> int:
+        """The slot that proposes the token after the anchor; a block has `block_size - first_slot` proposals."""
+        return 0 if self.sample_from_anchor else 1
+
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether attention inside the block is causal on this layer (design: is_causal, else sliding means causal)."""
         if self.is_causal is not None:
@@ -292,18 +297,21 @@ class DFlashConfig(PreTrainedConfig):
             DFlashConfigError: as the constructor does, or if the target's config has no text decoder.
         """
         text = target_config.get_text_config(decoder=True)
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if getattr(text, name, None) is None:
                 raise DFlashConfigError(
                     f"The target's config ({type(text).__name__}) has no `{name}`; from_target needs the config of a "
                     "decoder-only language model. Build DFlashConfig by hand for others."
                 )
-        heads = text.num_attention_heads
+        # A target without attention (Mamba) says nothing of heads: the usual width.
+        heads = getattr(text, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         if target_layer_ids is None:
             target_layer_ids = default_target_layer_ids(num_target_layers=text.num_hidden_layers, num_taps=num_taps)
         intermediate_size = intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if isinstance(intermediate_size, (list, tuple)):  # one a layer
+            intermediate_size = max(intermediate_size)
         if input_embedding_scale is None:
             input_embedding_scale = target_embedding_scale(text)
         return cls(
@@ -313,7 +321,7 @@ class DFlashConfig(PreTrainedConfig):
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
             max_position_embeddings=getattr(text, "max_position_embeddings", 32768),
             rope_parameters=drafter_rope_parameters(text),
             layer_types=layer_types,

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
+from transformers.utils import cached_file
 
 from .checkpoints import name_from_disk
 from .errors import CheckpointError
 
 _REMEDY = "The files are not a complete drafter of a layout that dflash_hf reads."
+_OPTIONAL = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+
+
+def own_generation_config(source: str | os.PathLike, **hub: Any) -> GenerationConfig:
+    """The drafter's `generation_config.json`; published drafters have none, which is an empty one.
+
+    Args:
+        source: folder or Hub repository.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+    """
+    if cached_file(source, "generation_config.json", **hub, **_OPTIONAL) is None:
+        return GenerationConfig()
+    return GenerationConfig.from_pretrained(source, **hub)
 
 
 def require_complete(source: Any, info: dict[str, Any], *, ignored: Iterable[str] = ()) -> None:

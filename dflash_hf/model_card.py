@@ -195,7 +195,7 @@ def fill_card(
         layers=config.num_hidden_layers,
         parameters=f"{num_parameters / 1e6:.1f} M",
         block_size=config.block_size,
-        proposals=config.block_size - (0 if config.sample_from_anchor else 1),
+        proposals=config.block_size - config.first_slot,
         taps=", ".join(map(str, config.target_layer_ids)),
         num_target_layers=config.num_target_layers,
         mask_token_id=config.mask_token_id,

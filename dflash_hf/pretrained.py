@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo, ModelCard
-from transformers import GenerationConfig
-from transformers.utils import cached_file
 
 from .checkpoints import FAMILIES, name_on_disk
 from .configuration_dflash import DFlashConfig
-from .loading import require_complete, require_consistent
+from .loading import own_generation_config, require_complete, require_consistent
 from .publishing import push_drafter
 from .weight_files import HUB_KEYWORDS, pin_files, remove_stale_weights
 
@@ -76,10 +74,7 @@ class DrafterFiles:
         require_complete(source, info, ignored=FAMILIES[model.config.family].IGNORED)
         require_consistent(source, d2t=model.d2t, t2d=model.t2d)
         if source is not None:
-            # Optional: published drafters have none.
-            optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-            if cached_file(source, "generation_config.json", **hub, **optional) is not None:
-                model.generation_config = GenerationConfig.from_pretrained(source, **hub)
+            model.generation_config = own_generation_config(source, **hub)
         return (model, info) if with_info else model
 
     def save_pretrained(

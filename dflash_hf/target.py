@@ -161,6 +161,8 @@ class FeatureCapture:
 
     def __init__(self, target: nn.Module, layer_ids: list[int]):
         self.layers = decoder_layers(target)
+        # Gemma 3n's layers carry several streams [streams, b, n, H]; the active one is the hidden state.
+        self._stream = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self.layer_ids = list(layer_ids)
         self._thread = threading.get_ident()
         self._recording = False
@@ -187,14 +189,17 @@ class FeatureCapture:
     def _recorder(self, layer_id: int):
         def record(module, inputs, output):
             if self._active():
-                state = output if isinstance(output, torch.Tensor) else output[0]
-                self._states.setdefault(layer_id, []).append(state)
+                self._keep(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
         return record
 
     def _record_input(self, module, inputs, keywords):
         if self._active():
-            self._states.setdefault(-1, []).append(inputs[0] if inputs else keywords["hidden_states"])
+            self._keep(-1, inputs[0] if inputs else keywords["hidden_states"])
+
+    def _keep(self, layer_id: int, state: torch.Tensor) -> None:
+        state = state if self._stream is None else state[self._stream]
+        self._states.setdefault(layer_id, []).append(state)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

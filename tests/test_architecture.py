@@ -28,6 +28,7 @@ LAYERS = [
     },
     {
         "modeling_dflash",
+        "attention",
         "convolution",
         "correction_heads",
         "loading",
@@ -117,7 +118,7 @@ def test_the_walk_sees_the_package():
     assert {"modeling_dflash", "target", "generation.decoding", "training.trainer", "cli.train"} <= set(sources)
     source, is_package = sources["generation.decoding"]
     found = imports_of(source, "generation.decoding", is_package=is_package, modules=set(sources))
-    assert {"errors", "modeling_dflash", "target", "generation.acceptance"} <= found
+    assert {"modeling_dflash", "target", "generation.acceptor"} <= found
     source, is_package = sources["checkpoints"]
     assert imports_of(source, "checkpoints", is_package=is_package, modules=set(sources)) == {
         "errors",

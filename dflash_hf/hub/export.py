@@ -256,5 +256,5 @@ def _draft(drafter: DFlashDraftModel, context_rows: int) -> tuple[torch.Tensor, 
     block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
     head = torch.randn(config.hidden_size, 512, generator=generator)
     hidden = drafter(noise_embeds=block, context_hidden_states=context).last_hidden_state
-    hidden = hidden[:, 0 if config.sample_from_anchor else 1 :]
+    hidden = hidden[:, config.first_slot :]
     return hidden, (hidden.float() @ head).argmax(dim=-1)

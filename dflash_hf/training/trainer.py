@@ -26,6 +26,7 @@ from .masks import dense_mask, make_mask_mod
 from .metrics import count_blocks
 from .muon import MuonWithAdamW
 from .publishing import PublishesDrafter
+from .support import require_trainable
 
 
 class _EpochOfAnchors(TrainerCallback):
@@ -74,6 +75,7 @@ class DFlashTrainer(PublishesDrafter, Trainer):
         config = getattr(model, "config", None)
         if not isinstance(config, DFlashConfig):
             raise DFlashError(f"model is a {type(model).__name__}; DFlashTrainer trains a DFlashDraftModel.")
+        require_trainable(config)
         check_compatibility(config, target_model)
         target_name = target_model.config._name_or_path
         if not config.target_name_or_path and target_name and not Path(target_name).is_dir():

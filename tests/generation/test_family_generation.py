@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.draft_head import DraftHead, Walk
+from dflash_hf.errors import UnsupportedGenerationError
 from dflash_hf.generation.acceptance import accept_sampled
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.processors import Processors
@@ -76,6 +77,19 @@ def test_greedy_text_is_the_target_s_own(tiny, name):
     assert_same_ids(tiny, drafter, ids, max_new_tokens=30, repetition_penalty=1.3)
 
 
+@pytest.mark.parametrize("name", ["dflash2", "deepspec", "dspark_rnn", "domino", "speculators_trimmed_dspark"])
+def test_rows_of_a_batch_are_the_target_s_own(tiny, name):
+    """Each row's walk, GRU state and trimmed vocabulary are its own; rows end at different tokens."""
+    drafter = drafter_of(tiny, name)
+    ids = torch.tensor([[3, 8, 21, 40], [0, 0, 5, 9], [0, 17, 30, 2]])
+    mask = (ids != 0).long()
+    options = dict(attention_mask=mask, max_new_tokens=24)
+    eos = plain(tiny, ids, **options)[1, 12].item()
+    for more in ({}, {"eos_token_id": eos, "pad_token_id": 0}, {"repetition_penalty": 1.2}):
+        expected = plain(tiny, ids, **options, **more)
+        assert assisted(tiny, drafter, ids, **options, **more).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_saved_family_drafts_the_same(tiny, name, tmp_path):
     """The drafter that is loaded proposes what the one in memory did."""
@@ -111,7 +125,7 @@ def _rounds(drafter):
 
 
 SMALL = 12  # tokens, so that the joint distribution of two can be counted
-ROWS = 12000
+ROWS = 8000
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)])
 
 
@@ -133,7 +147,7 @@ def two_tokens(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
     """
     torch.manual_seed(11)
     ids = torch.tensor([[1, 5, 2, 8, 3]])
-    processors = Processors(WARPERS)
+    processors = Processors(WARPERS, batch_size=ROWS)
     generator = DFlashCandidateGenerator(drafter, target, processors=processors, do_sample=True, batch_size=ROWS)
     with FeatureCapture(target, drafter.config.target_layer_ids) as capture, capture.recording():
         target(ids[:, :-1])
@@ -141,7 +155,7 @@ def two_tokens(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(4).expand(ROWS, -1)
     generator.add_context(features.expand(ROWS, -1, -1), positions)
     candidates, draft_scores = generator.get_candidates(ids.expand(ROWS, -1), 2)
-    scores = processors.on_rows(candidates, target(candidates).logits[:, -3:].float(), draft=False)
+    scores = processors.on_rows(target(candidates).logits[:, -3:].float(), draft=False)
     kept = accept_sampled(draft=candidates[:, -2:], draft_scores=draft_scores, scores=scores)
 
     every = torch.cat([ids.repeat(SMALL, 1), torch.arange(SMALL)[:, None]], dim=1)
@@ -176,9 +190,7 @@ def _q_before_the_walk(monkeypatch):
 
     def get_candidates(self, input_ids, num_tokens=None):
         ids, _ = real(self, input_ids, num_tokens)
-        logits = self.head.logits(self._hidden).float()
-        rows = [self.processors.draft(input_ids, logits[:, slot]) for slot in range(logits.shape[1])]
-        return ids, torch.stack(rows, dim=1)
+        return ids, self.processors.on_rows(self.head.logits(self._hidden).float(), draft=True)
 
     monkeypatch.setattr(DFlashCandidateGenerator, "get_candidates", get_candidates)
 
@@ -245,3 +257,10 @@ def test_a_smaller_block_and_fewer_proposals(tiny):
         drafter.generation_config.num_assistant_tokens = 2
         assert_same_ids(tiny, drafter, ids, max_new_tokens=20)
         assert set(drafter.last_generation_stats.proposed) <= {0, 1, 2}  # 0 where one token is left
+
+
+@pytest.mark.parametrize("name", ["dflash2", "deepspec", "domino", "speculators"])
+def test_transformers_own_loop_refuses_what_it_cannot_draft(tiny, name):
+    """It would take slot 1 for the first proposal, or leave the walk out; not wrong text, but slow without a word."""
+    with pytest.raises(UnsupportedGenerationError, match="speculation_type='dflash'"):
+        assisted(tiny, drafter_of(tiny, name), torch.arange(5, 17)[None], max_new_tokens=8, speculation_type="dflash")
