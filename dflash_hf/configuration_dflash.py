@@ -353,14 +353,15 @@ class DFlashConfig(PreTrainedConfig):
         return (read_config(config_dict, tensor_names) if config_dict else config_dict), kwargs
 
     def _on_disk(self) -> dict[str, Any]:
-        """The file that it came from where that still means the same, else its family's layout."""
+        """The file that it came from (quantised or not since) where it still means the same, else its family's."""
         fields = self.to_dict()
         if self.source_config is not None:
-            tables = {"embed_tokens.weight": self.own_embedding, "lm_head.weight": self.own_head}
-            names = [name for name, owned in tables.items() if owned]
+            names = ["embed_tokens.weight"] * self.own_embedding + ["lm_head.weight"] * self.own_head
             source = type(self)(**read_config(self.source_config, names)).to_dict()
             if _meaning(fields) == _meaning(source) and fields.get("dtype") in (None, source.get("dtype")):
-                return dict(self.source_config)
+                key, value = "quantization_config", fields.get("quantization_config")
+                kept = {name: entry for name, entry in self.source_config.items() if name != key}
+                return kept | {key: value} if value else kept
         return write_config(fields)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:

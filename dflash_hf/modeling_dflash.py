@@ -8,7 +8,6 @@ checkpoint in their layout is this model's state dict.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from typing import Any
@@ -22,35 +21,17 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention import DFlashAttention, DFlashRotaryEmbedding
-from .checkpoints import FAMILIES, name_on_disk
 from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
 from .errors import DFlashError
-from .loading import (
-    own_generation_config,
-    read_published_names,
-    require_complete,
-    require_consistent,
-    tensor_names,
-)
+from .loading import read_published_names
 from .masks import BlockMasks
+from .pretrained import DrafterFiles
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
-
-# What of a drafter's generation_config is its own; special tokens are the target's business.
-_DRAFTING_KNOBS = {
-    "block_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-}
-
-
-# Keywords of from_pretrained that say where files lie.
-_HUB_KEYWORDS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -86,7 +67,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return block + self.mlp_conv.after(self.mlp(normed), kernel)
 
 
-class DFlashPreTrainedModel(PreTrainedModel):
+class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     """What transformers needs to know about the drafter."""
 
     config_class = DFlashConfig
@@ -118,7 +99,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
 class DFlashDraftModel(DFlashPreTrainedModel):
     """A DFlash drafter. As a rule it has no embedding and no output head: it borrows the target's.
 
-    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`.
+    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`. Load it with this
+    class: a published config.json names another model type (`qwen3`) for the engines' sake, so `AutoModel` would build
+    that model, with random weights where the drafter has none.
 
     Attributes:
         generation_config: transformers' `GenerationConfig`. `block_size` on it runs the drafter with a smaller block
@@ -180,6 +163,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if not hasattr(_LATEST, "stats"):
             _LATEST.stats = weakref.WeakKeyDictionary()
         _LATEST.stats[self] = stats
+
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        """The drafter's own embedding; None where it borrows the target's. Quantisers ask for it."""
+        return self.embed_tokens
 
     def new_cache(self) -> DraftCache:
         """An empty cache for context keys and values."""
@@ -252,63 +239,3 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for index, layer in enumerate(self.layers):
             keys, values = layer.self_attn.keys_and_values(context, cos, sin)
             cache.update(keys, values, index)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> DFlashDraftModel:
-        """Load a drafter of any supported family from a folder or a Hub repository, without remote code.
-
-        Takes the keywords of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
-
-        Raises:
-            CheckpointError: if the family is not supported, or a tensor is missing, unknown or of the wrong shape; a
-                half-loaded drafter would accept nothing and say nothing.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
-        config = kwargs.get("config")
-        if pretrained_model_name_or_path is not None and not isinstance(config, DFlashConfig):
-            names = tensor_names(pretrained_model_name_or_path, variant=kwargs.get("variant"), **hub)
-            kwargs["tensor_names"] = names
-            config, _ = DFlashConfig.get_config_dict(config or pretrained_model_name_or_path, **hub, tensor_names=names)
-            kwargs.setdefault("key_mapping", FAMILIES[config.get("family") or "zlab"].KEY_MAPPING)
-        elif config is not None:
-            kwargs.setdefault("key_mapping", FAMILIES[config.family].KEY_MAPPING)
-        kwargs.setdefault("use_safetensors", True)  # no pickle, unless the caller asks for it
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            *model_args,
-            output_loading_info=True,
-            # A wrong shape is reported below, with its name and both shapes.
-            **{**kwargs, "ignore_mismatched_sizes": True},
-        )
-        require_complete(pretrained_model_name_or_path, info, ignored=FAMILIES[model.config.family].IGNORED)
-        require_consistent(pretrained_model_name_or_path, d2t=model.d2t, t2d=model.t2d)
-        if pretrained_model_name_or_path is not None:
-            model.generation_config = own_generation_config(pretrained_model_name_or_path, **hub)
-        return (model, info) if with_info else model
-
-    def save_pretrained(
-        self,
-        save_directory,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        **kwargs,
-    ):
-        """Write the drafter in its family's layout (z-lab's for new ones), and its own `generation_config.json` if any.
-
-        Takes the arguments of `PreTrainedModel.save_pretrained`.
-        """
-        hub = {
-            key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private") if push_to_hub and key in kwargs
-        }
-        if FAMILIES[self.config.family].TO_DISK:
-            state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = {name_on_disk(name, self.config.family): tensor for name, tensor in state_dict.items()}
-            kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        if is_main_process and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
-            self.generation_config.save_pretrained(save_directory)
-        if push_to_hub:  # as a whole, so that no file of the folder is left out
-            hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
-            self.push_to_hub(**hub, token=kwargs.get("token"))

@@ -7,6 +7,7 @@ import typer
 from .cache_features import cache_features
 from .chat import chat
 from .evaluate import evaluate
+from .export import export
 from .generate import generate
 from .info import info
 from .regenerate import regenerate
@@ -25,6 +26,7 @@ app.command()(regenerate)
 app.command()(cache_features)
 app.command()(evaluate)
 app.command()(info)
+app.command()(export)
 
 if __name__ == "__main__":
     app()

@@ -16,7 +16,6 @@ from ..configuration_dflash import DFlashConfig
 from ..data.chat import check_token_ids, prepare_dataset
 from ..data.features import build_feature_store, compute_features
 from ..errors import DFlashError
-from ..model_card import card_data, fill_card, is_untouched, training_curve, write_card
 from ..modeling_dflash import DFlashDraftModel
 from ..target import FeatureCapture, OutputHead, check_compatibility, embed_tokens
 from .anchors import IGNORE, default_gamma, slot_weights
@@ -26,6 +25,7 @@ from .losses import LossTerms, chunked_cross_entropy
 from .masks import dense_mask, make_mask_mod
 from .metrics import count_blocks
 from .muon import MuonWithAdamW
+from .publishing import PublishesDrafter
 from .support import require_trainable
 
 
@@ -36,7 +36,7 @@ class _EpochOfAnchors(TrainerCallback):
         train_dataloader.dataset.set_epoch(int(state.epoch))
 
 
-class DFlashTrainer(Trainer):
+class DFlashTrainer(PublishesDrafter, Trainer):
     """Trains a drafter against a frozen target (DFlash, arXiv 2602.06036).
 
     The target's features are tapped (in every step, or once: `args.features`), blocks are drawn at random anchors of
@@ -345,51 +345,6 @@ class DFlashTrainer(Trainer):
         hits = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
         hits[active] = terms.hits
         return terms, hits.view_as(labels)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Write the drafter's card into `args.output_dir`, unless a README.md is there that a person wrote or edited.
-
-        The arguments are those of transformers' Trainer, which calls this from `push_to_hub`; `license`, `model_name`,
-        `finetuned_from` (the target) and `dataset` are used.
-        """
-        path = Path(self.args.output_dir) / "README.md"
-        if not self.is_world_process_zero() or (path.exists() and not is_untouched(path.read_text(encoding="utf-8"))):
-            return
-        drafter = self.accelerator.unwrap_model(self.model)
-        datasets = [dataset] if isinstance(dataset, str) else dataset
-        base_model = finetuned_from or drafter.config.target_name_or_path or "unknown"
-        args = self.args
-        card = fill_card(
-            data=card_data(
-                name=getattr(self, "hub_model_id", None) or model_name or Path(args.output_dir).name,
-                base_model=base_model,
-                license=license,
-                datasets=datasets,
-            ),
-            config=drafter.config,
-            num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
-            dtype=str(next(drafter.parameters()).dtype).removeprefix("torch."),
-            training={
-                "description": (
-                    f"{self.state.global_step} updates of {args.train_batch_size * args.gradient_accumulation_steps} "
-                    f"examples a process on {args.world_size} process(es), up to {args.num_anchors} blocks an example, "
-                    f"{args.optimizer}, learning rate {args.learning_rate:g}, seed {args.seed}."
-                ),
-                "curve": training_curve(self.state.log_history),
-            },
-        )
-        write_card(card, path)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `slot_accuracy` of the training slots since the last training log."""
