@@ -38,9 +38,12 @@ def command_line(ctx: typer.Context) -> str:
         value = ctx.params.get(parameter.name)
         if value is None or value == parameter.default:
             continue
-        text = Path(value).name if Path(str(value)).is_absolute() else str(value)
+        if isinstance(value, bool):
+            words += parameter.opts[:1] if value else parameter.secondary_opts[:1]
+            continue
         option = [parameter.opts[0]] if parameter.opts[0].startswith("-") else []
-        words += option if isinstance(value, bool) else [*option, text]
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            words += [*option, Path(each).name if Path(str(each)).is_absolute() else str(each)]
     return shlex.join(words)
 
 
