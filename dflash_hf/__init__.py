@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time the names load o
     from .configuration_dflash import DFlashConfig
     from .errors import DFlashError
     from .evaluation.callback import AcceptanceLengthCallback
+    from .generation.calibration import calibrate
     from .generation.candidate_generator import DFlashCandidateGenerator
     from .generation.integration import install, uninstall
     from .generation.session import DFlashSession
@@ -33,6 +34,7 @@ _PUBLIC = {
     "DFlashDataCollator": ".training.collator",
     "DFlashSession": ".generation.session",
     "DFlashError": ".errors",
+    "calibrate": ".generation.calibration",
     "install": ".generation.integration",
     "uninstall": ".generation.integration",
 }
@@ -49,6 +51,7 @@ __all__ = [
     "DFlashTrainingArguments",
     "GenerationStats",
     "__version__",
+    "calibrate",
     "install",
     "uninstall",
 ]

@@ -15,12 +15,16 @@ from .loading import own_generation_config, require_complete, require_consistent
 from .publishing import push_drafter
 from .weight_files import HUB_KEYWORDS, pin_files, remove_stale_weights
 
+# The costs that `calibrate` measured.
+ROUND_COSTS = "dflash_round_costs"
 # What of a drafter's generation_config is its own; special tokens are the target's business.
 _DRAFTING_KNOBS = {
     "block_size",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens",
+    ROUND_COSTS,
 }
 # What `save_pretrained(push_to_hub=True)` hands on to `push_to_hub`.
 _PUSH_KEYWORDS = (

@@ -197,6 +197,7 @@ def test_generate_keeps_the_drafter_s_own_block_size(target_folder, tmp_path):
     drafter.save_pretrained(tmp_path)
     words = " ".join(f"w{token}" for token in Golden("generation").io["p0.input_ids"][0].tolist())
     arguments = ["generate", "--target", target_folder, "--drafter", str(tmp_path), "--prompt", words]
+    arguments += ["--num-assistant-tokens", "7"]  # whatever the costs
     short = runner.invoke(app, [*arguments, "--max-new-tokens", "25", "--dtype", "float32"]).output
     full = runner.invoke(app, [*arguments, "--max-new-tokens", "25", "--dtype", "float32", "--block-size", "8"]).output
     rounds = [int(text.split(" rounds")[0].split()[-1]) for text in (short, full)]

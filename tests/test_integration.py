@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import tiny_drafter, tiny_target
+from conftest import in_whole_blocks, tiny_drafter, tiny_target
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, GenerationMixin, LogitsProcessor, LogitsProcessorList
@@ -31,7 +31,7 @@ def target():
 
 
 def random_drafter(target, **more):
-    return tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+    return in_whole_blocks(tiny_drafter(target, **{"target_layer_ids": [0, 2], **more}))
 
 
 @pytest.fixture

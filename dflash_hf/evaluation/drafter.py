@@ -82,6 +82,9 @@ def generate_greedily(
 ) -> GenerationStats:
     """Answer every prompt greedily with the drafter and pool the statistics of all rounds.
 
+    Whole blocks are verified, which is what acceptance lengths are stated for, unless the drafter's generation_config
+    sets how many proposals are.
+
     Args:
         target: the target.
         drafter: the drafter; it is put into evaluation mode while this runs.
@@ -93,7 +96,10 @@ def generate_greedily(
     total = GenerationStats()
     training = drafter.training
     drafter.eval()
+    knobs = drafter.generation_config
+    schedule = knobs.num_assistant_tokens_schedule
     try:
+        knobs.num_assistant_tokens_schedule = schedule or "constant"
         for number, prompt in enumerate(prompts):
             ids = torch.tensor([prompt], device=device)
             target.generate(
@@ -107,5 +113,6 @@ def generate_greedily(
             if on_prompt is not None:
                 on_prompt(number, total)
     finally:
+        knobs.num_assistant_tokens_schedule = schedule
         drafter.train(training)
     return total

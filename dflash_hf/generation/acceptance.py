@@ -29,7 +29,9 @@ def _longest_prefix(proposed: list[int], chosen: list[int]) -> list[int]:
     return chosen[: accepted + 1]
 
 
-def accept_sampled(*, draft: torch.LongTensor, draft_scores: torch.Tensor, scores: torch.Tensor) -> list[list[int]]:
+def accept_sampled(
+    *, draft: torch.LongTensor, draft_scores: torch.Tensor | None, scores: torch.Tensor
+) -> list[list[int]]:
     """Speculative sampling (arXiv 2211.17192, algorithm 1): the tokens have the target's distribution exactly.
 
     Proposal x stays with probability min(1, p(x) / q(x)); the first one that does not is drawn again from
@@ -37,7 +39,7 @@ def accept_sampled(*, draft: torch.LongTensor, draft_scores: torch.Tensor, score
 
     Args:
         draft: `[b, k]` proposals, each drawn from its row of softmax(draft_scores).
-        draft_scores: `[b, k, V]` after processors.
+        draft_scores: `[b, k, V]` after processors; None if the proposals were not drawn, so that q is 1 at each.
         scores: `[b, k + 1, V]` target scores after processors.
 
     Returns:
@@ -46,7 +48,10 @@ def accept_sampled(*, draft: torch.LongTensor, draft_scores: torch.Tensor, score
     batch, count = draft.shape
     p = scores.softmax(dim=-1)
     q = torch.zeros_like(p)  # the row after the last proposal has q = 0, so its residual is p itself
-    q[:, :count] = draft_scores.softmax(dim=-1)
+    if draft_scores is None:
+        q[:, :count].scatter_(-1, draft[..., None], 1.0)
+    else:
+        q[:, :count] = draft_scores.softmax(dim=-1)
     p_draft, q_draft = (x[:, :count].gather(-1, draft[..., None])[..., 0] for x in (p, q))
     kept = torch.rand(draft.shape, device=p.device) * q_draft < p_draft
     accepted = kept.long().cumprod(dim=1).sum(dim=1)
@@ -63,7 +68,7 @@ def accept_one(
 
     Args:
         draft: the proposal at this position, or None after the last one.
-        draft_scores: `[V]` scores it was drawn from, when sampling.
+        draft_scores: `[V]` scores it was drawn from, when sampling; None if it was not drawn, so that q is 1.
         scores: `[V]` target scores after processors.
 
     Returns:
@@ -75,7 +80,11 @@ def accept_one(
     p = scores.softmax(dim=-1)
     if draft is None:
         return int(torch.multinomial(p, num_samples=1)), False
-    q = draft_scores.softmax(dim=-1)
+    if draft_scores is None:
+        q = torch.zeros_like(p)
+        q[draft] = 1.0
+    else:
+        q = draft_scores.softmax(dim=-1)
     if bool(torch.rand((), device=p.device) * q[draft] < p[draft]):
         return draft, True
     return int(torch.multinomial(_residual(p, q), num_samples=1)), False

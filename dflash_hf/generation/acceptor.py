@@ -62,7 +62,8 @@ class Acceptor:
             rows: which rows of the call were verified, n of them.
             logits: `[n, k + 1, V]`.
             draft: `[n, k]` proposals.
-            draft_scores: `[n, k, V]` scores whose softmax the proposals were drawn from, when sampling.
+            draft_scores: `[n, k, V]` scores whose softmax the proposals were drawn from, when sampling; None if they
+                were not drawn but looked up.
 
         Returns:
             how many tokens each row keeps: 1 to k + 1, or 0 if it had ended before.

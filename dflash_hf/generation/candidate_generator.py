@@ -14,6 +14,9 @@ from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
 from .processors import Processors
 
+# Rounds without a draft gather features; this many go into the cache at once.
+_MOST_PENDING = 64
+
 
 @dataclass
 class _Context:
@@ -35,7 +38,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
     Args:
         drafter: the draft model. On its `generation_config`, `block_size` shortens the block itself, and
             `num_assistant_tokens` (with its schedule) and `assistant_confidence_threshold` only what is sent to the
-            target.
+            target. Without them the length is chosen by cost; `num_assistant_tokens_schedule="constant"` alone sends
+            the whole block. `prompt_lookup_num_tokens` limits what is copied from the context (0: nothing; twice the
+            block by default).
         target: the model whose embedding and head it borrows.
         processors: the call's logits processors.
         do_sample: sample from q, or take the largest logit.
@@ -44,8 +49,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         lengths: context rows of each batch row in `cache`.
 
     Raises:
-        DFlashConfigError: if the inference block size is not between 2 and the trained one, or
-            `num_assistant_tokens` is below 1.
+        DFlashConfigError: if the inference block size is not between 2 and the trained one, `num_assistant_tokens` is
+            below 1, or `prompt_lookup_num_tokens` below 0.
+
+    Attributes:
+        fixed: whether the user set how much of a block is sent.
+        copied_tokens: the most that may be copied from the context.
+        in_order: whether a proposal's distribution depends on the values of those before it.
     """
 
     requires_model_outputs = False
@@ -70,8 +80,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.head = DraftHead(drafter, target)
         self.max_proposals = self.head.max_proposals(self.block_size)
         self.num_proposals = _num_proposals(drafter, self.max_proposals)
-        self.schedule = drafter.generation_config.num_assistant_tokens_schedule
-        self.confidence_threshold = drafter.generation_config.assistant_confidence_threshold
+        knobs = drafter.generation_config
+        self.schedule = knobs.num_assistant_tokens_schedule
+        self.confidence_threshold = knobs.assistant_confidence_threshold
+        # A length that the user set stays as it is; otherwise it is chosen by cost.
+        self.fixed = any((knobs.num_assistant_tokens, self.schedule, self.confidence_threshold))
+        self.copied_tokens = _copied_tokens(drafter)
+        self.in_order = self.head.walks or not processors.draft_rowwise
         self._proposed = 0
         self.device = drafter.norm.weight.device
         self.cache = drafter.new_cache() if cache is None else cache
@@ -99,7 +114,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
             real: `[b, n]`, which positions are to be taken; None for all of them.
             counts: instead of `real`, how many of each row, from its first one on.
         """
-        self.flush()  # a round without a proposal left its features here
         position_ids = position_ids.to(self.device)
         if len(self.lengths) == 1:
             if counts is not None:
@@ -109,7 +123,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                     features[:, real[0].to(features.device)],
                     position_ids[:, real[0].to(self.device)],
                 )
-            self._pending = _Context(features, position_ids, position_ids[:, -1:] + 1, [features.shape[1]])
+            self._take(_Context(features, position_ids, position_ids[:, -1:] + 1, [features.shape[1]]))
             return
         if counts is not None:
             columns = torch.arange(features.shape[1], device=self.device)
@@ -121,7 +135,24 @@ class DFlashCandidateGenerator(CandidateGenerator):
             real = real.to(self.device)
             counts = real.sum(dim=1).tolist()
         anchors = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
-        self._pending = _Context(features, position_ids, anchors, counts, real)
+        self._take(_Context(features, position_ids, anchors, counts, real))
+
+    def _take(self, new: _Context) -> None:
+        """Keep features for the next draft, with those that rounds without a draft left here."""
+        old = self._pending
+        if old is not None and old.features.shape[1] + new.features.shape[1] > _MOST_PENDING:
+            self.flush()
+            old = None
+        if old is not None:
+            real = None if new.real is None else torch.cat([old.real, new.real], dim=1)
+            new = _Context(
+                torch.cat([old.features, new.features], dim=1),
+                torch.cat([old.positions, new.positions], dim=1),
+                torch.maximum(old.anchors, new.anchors),
+                [sum(both) for both in zip(old.counts, new.counts)],
+                real,
+            )
+        self._pending = new
 
     def flush(self) -> None:
         """Bring what `add_context` took into the cache."""
@@ -194,23 +225,32 @@ class DFlashCandidateGenerator(CandidateGenerator):
         Returns:
             proposals `[b, num_tokens]`, and when sampling the scores `[b, num_tokens, V]` whose softmax is q.
         """
-        anchor = torch.cat([prefix[:, -1:] for prefix in prefixes])
-        logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
-        if self.processors.draft_rowwise and not self.head.walks:
-            scores = logits
-            if self.do_sample or self.processors.draft:
-                scores = self._usable(self.processors.on_rows(logits.float(), draft=True))
-            tokens = self._choose(scores)
-        else:
-            tokens, scores = self._from_left_to_right(prefixes, logits)
+        tokens, scores = self.draft(prefixes, num_tokens)
         if self.confidence_threshold:
-            sure = scores.float().softmax(dim=-1).amax(dim=-1) >= self.confidence_threshold
+            sure = self.confidences(scores) >= self.confidence_threshold
             # One transfer a round: the host sizes the verification. The longest row decides; what is dropped is dropped
             # for the distributions alone, never for the token that was drawn, which would bias the output.
             count = int(sure.long().cumprod(dim=1).sum(dim=1).max())
             tokens, scores = tokens[:, :count], scores[:, :count]
         self._proposed = tokens.shape[1]
         return tokens, scores if self.do_sample else None
+
+    def draft(self, prefixes: list[torch.LongTensor], num_tokens: int) -> tuple[torch.LongTensor, torch.Tensor]:
+        """As `propose`, but with all tokens and always with the scores `[b, num_tokens, V]`."""
+        anchor = torch.cat([prefix[:, -1:] for prefix in prefixes])
+        logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
+        if self.in_order:
+            return self._from_left_to_right(prefixes, logits)
+        scores = logits
+        if self.do_sample or self.processors.draft:
+            scores = self._usable(self.processors.on_rows(logits.float(), draft=True))
+        return self._choose(scores), scores
+
+    @staticmethod
+    def confidences(scores: torch.Tensor) -> torch.Tensor:
+        """Probability `[b, n]` of the likeliest token in each row of `scores [b, n, V]`."""
+        scores = scores.float()
+        return (scores.amax(dim=-1) - scores.logsumexp(dim=-1)).exp()
 
     def _from_left_to_right(
         self, prefixes: list[torch.LongTensor], logits: torch.Tensor
@@ -281,6 +321,18 @@ def _inference_block_size(drafter: DFlashDraftModel) -> int:
             f"runs with 2 to {trained}."
         )
     return block_size
+
+
+def _copied_tokens(drafter: DFlashDraftModel) -> int:
+    most = drafter.generation_config.prompt_lookup_num_tokens
+    if most is None:
+        return 2 * _inference_block_size(drafter)
+    if most < 0:
+        raise DFlashConfigError(
+            f"generation_config.prompt_lookup_num_tokens is {most}. Set 0 to copy nothing from the context, a number "
+            "to copy at most that many tokens, or None for twice the block."
+        )
+    return int(most)
 
 
 def _num_proposals(drafter: DFlashDraftModel, most: int) -> int:

@@ -17,7 +17,9 @@ from .kept_context import KeptContext, keep, recall
 from .multi_token_check import CHECKED_TOKENS, check_multi_token_forward
 from .outputs import OutputRecorder
 from .processors import Processors
+from .proposals import Proposer
 from .rollback import Rollback
+from .round_costs import costs_for
 from .sequences import Sequences
 from .statistics import GenerationStats
 from .stopping import StopRule
@@ -86,6 +88,7 @@ class DFlashDecoding:
         self.cache_is_kept = self.recorder.wanted or getattr(self.forward.cache, "_is_user_defined", False)
         self.rows = list(range(batch_size))
         self.pending = 0
+        self.proposer: Proposer | None = None
 
     def run(self):
         """Generate; the ids, or the output object that `return_dict_in_generate` asks for."""
@@ -98,6 +101,7 @@ class DFlashDecoding:
         finally:
             self.drafter.train(training)
             self.stats.new_tokens = sum(self.sequences.lengths) - len(self.sequences.lengths) * self._prompt_length
+            self.stats.copied = self.proposer.copied if self.proposer else 0
             self.stats.total_seconds = time.perf_counter() - started
             self.drafter.keep_generation_stats(self.stats)
         if self.streamer is not None:
@@ -120,6 +124,13 @@ class DFlashDecoding:
             batch_size=batch_size,
             cache=draft_cache,
             lengths=lengths,
+        )
+        self.proposer = Proposer(
+            self.generator,
+            self.sequences,
+            costs=lambda rows: costs_for(
+                self.drafter, self.target, batch_size=rows, context_length=self._prompt_length
+            ),
         )
         outputs = self.forward.prefill()
         features = self.capture.take(self.generator.device)
@@ -193,12 +204,12 @@ class DFlashDecoding:
         return [min(count, longest) for count in cached]
 
     def _budget(self) -> int:
-        """How many tokens to propose: never past the maximum length, or the target's table of positions."""
+        """The most tokens to propose: never past the maximum length, or the target's table of positions."""
         lengths = [self.sequences.lengths[row] for row in self.rows if self.acceptor.live[row]]
         # One row of each verification is the target's own token. A static cache has no room past the maximum length;
         # elsewhere a row that has less left just stops earlier.
         nearest = min(lengths) if self.rollback.rows_may_leave else max(lengths)
-        budget = min(self.generator.num_proposals, self.stop.max_length - nearest - 1)
+        budget = min(self.proposer.most, self.stop.max_length - nearest - 1)
         if self.position_limit is not None:
             budget = min(budget, self.position_limit - max(lengths))
         return max(budget, 0)
@@ -225,7 +236,9 @@ class DFlashDecoding:
         proposals, draft_scores = sequences.window(self.rows, self._newest(), 0), None
         budget = self._budget()
         if budget > 0:
-            proposals, draft_scores = self.generator.propose([sequences.prefix(row) for row in self.rows], budget)
+            proposals, draft_scores = self.proposer.propose(
+                self.rows, live=self.acceptor.live, limit=budget, pending=pending
+            )
             budget = proposals.shape[1]
         self.stats.draft_seconds += time.perf_counter() - started
         sequences.reserve(budget + 1)
@@ -241,6 +254,7 @@ class DFlashDecoding:
         produced = [count for count, row in zip(kept, self.rows) if live[row]]
         self.stats.add_round(produced, proposed=budget)
         if budget > 0:
+            self.proposer.observe(self.rows, kept=kept, live=self.acceptor.live)
             self.generator.update_candidate_strategy(ids, None, num_matches=min(produced) - 1)
         self.stats.replayed_tokens += pending * len(self.rows)
         self.recorder.add_round(
@@ -277,7 +291,7 @@ class DFlashDecoding:
         total = self.forward.prompt_columns + max(self._cached())
         self.rollback.move(offsets=[end - total] * len(live), total=total, rows=live)
         self.forward.select(live)
-        self.generator.select(live)
+        self.proposer.select(live)
 
     def _finish_cache(self) -> None:
         """Leave the target's cache as plain generation would, and the drafter's context with it."""

@@ -38,6 +38,9 @@ _PREFIX = (
 # The same, but they hold the prompts of the whole batch, so rows cannot be shown to them one at a time.
 _BATCH_PREFIX = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
 
+# Vocabularies of this many times top-k are worth a first look for the largest scores.
+_LARGE = 16
+
 
 def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
     return tuple(getattr(hf, name) for name in names if hasattr(hf, name))
@@ -75,6 +78,7 @@ class Processors:
         # Draft logits see the processors without state only; any q keeps the output exact.
         self.draft = LogitsProcessorList(processor for processor in processors if type(processor) in pure)
         self.draft_rowwise = all(type(processor) in ROWWISE_CLASSES for processor in self.draft)
+        self._top_k, self._draft_top_k = _end_of_top_k(processors), _end_of_top_k(self.draft)
 
     def of_row(self, row: int, *, draft: bool) -> LogitsProcessorList:
         """The processors for ids `[1, n]` of one row of the batch."""
@@ -91,8 +95,49 @@ class Processors:
         if not processors:
             return logits
         rows = logits.flatten(0, 1)
-        no_prefix = torch.empty((rows.shape[0], 0), dtype=torch.long, device=rows.device)  # none of them looks at it
-        return processors(no_prefix, rows).view_as(logits)
+        split = self._draft_top_k if draft else self._top_k
+        if split and rows.device.type == "cpu" and rows.shape[-1] >= _LARGE * processors[split - 1].top_k:
+            rows = _top_k_first(processors[:split], processors[split:], rows)
+        else:
+            rows = _apply(processors, rows)
+        return rows.view_as(logits)
+
+
+def _apply(processors: list[hf.LogitsProcessor], rows: torch.Tensor) -> torch.Tensor:
+    """Row-wise processors on `rows [n, V]`."""
+    no_prefix = torch.empty((rows.shape[0], 0), dtype=torch.long, device=rows.device)  # none of them looks at it
+    for processor in processors:  # the list's own call inspects every signature, which takes longer
+        rows = processor(no_prefix, rows)
+    return rows
+
+
+def _end_of_top_k(processors: LogitsProcessorList) -> int:
+    """How many processors there are up to top-k, if the others need only what it leaves; else 0."""
+    names = [type(processor).__name__ for processor in processors]
+    if "TopKLogitsWarper" not in names:
+        return 0
+    end = names.index("TopKLogitsWarper") + 1
+    before, after = set(names[: end - 1]), set(names[end:])
+    simple = before <= {"TemperatureLogitsWarper"} and after <= {"TopPLogitsWarper", "MinPLogitsWarper"}
+    return end if simple and processors[end - 1].filter_value == -float("inf") else 0
+
+
+def _top_k_first(
+    until_top_k: list[hf.LogitsProcessor], after: list[hf.LogitsProcessor], rows: torch.Tensor
+) -> torch.Tensor:
+    """The processors on each row's largest scores only; sorting a whole vocabulary costs more than all the rest."""
+    ids = rows.topk(2 * until_top_k[-1].top_k, dim=-1, sorted=False).indices
+    largest = _apply(until_top_k, rows.gather(-1, ids))
+    kept = _apply(after, largest)
+    # Which of several equal scores stays depends on all of them: such a cut is left to the processors themselves, and
+    # so is a row in which top-k kept everything that was taken.
+    least = kept.masked_fill(kept == -torch.inf, torch.inf).amin(dim=-1)
+    removed = largest.masked_fill(kept != -torch.inf, -torch.inf).amax(dim=-1)
+    unclear = (least == removed) | (largest > -torch.inf).all(dim=-1)
+    scores = torch.full_like(rows, -torch.inf).scatter_(-1, ids, kept)
+    if bool(unclear.any()):
+        scores[unclear] = _apply(after, _apply(until_top_k, rows[unclear]))
+    return scores
 
 
 def _for_row(processor: hf.LogitsProcessor, row: int) -> hf.LogitsProcessor:

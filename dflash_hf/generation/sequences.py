@@ -16,11 +16,13 @@ class Sequences:
 
     Attributes:
         lengths: of each row, prompt included.
+        tokens: the ids of each row on the host, up to `lengths` and possibly more.
     """
 
     def __init__(self, input_ids: torch.LongTensor, *, room: int):
         self.batch_size, self.prompt_length = input_ids.shape
         self.lengths = [self.prompt_length] * self.batch_size
+        self.tokens: list[list[int]] = input_ids.tolist()
         self.ids = torch.cat([input_ids, input_ids.new_zeros((self.batch_size, room))], dim=1)
 
     def prefix(self, row: int) -> torch.LongTensor:
@@ -47,6 +49,7 @@ class Sequences:
     def write(self, row: int, tokens: list[int]) -> None:
         """Put tokens after a row's newest one, without counting them yet."""
         start = self.lengths[row]
+        self.tokens[row][start:] = tokens
         self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
 
     def result(self, pad_token: int | None) -> torch.LongTensor:

@@ -14,8 +14,9 @@ class GenerationStats:
     Attributes:
         batch_size: rows of the call.
         rounds: target verifications, steps without a proposal included. Rows of a batch share them.
-        proposed: draft tokens of one row sent to the target, one entry a row and round.
+        proposed: proposals of one row sent to the target, one entry a row and round.
         produced: tokens kept from it, bonus token included.
+        copied: of the entries above, those whose proposals were copied from the context instead of drafted.
         replays: further target forward passes, over tokens that a recurrent state had to forget with rejected ones.
         replayed_tokens: tokens that the target ran on again, those that rode along with a verification included.
         new_tokens: all tokens of the call, the one of the prefill included.
@@ -29,6 +30,7 @@ class GenerationStats:
     replayed_tokens: int = 0
     proposed: list[int] = field(default_factory=list)
     produced: list[int] = field(default_factory=list)
+    copied: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -45,7 +47,7 @@ class GenerationStats:
         """Add another call's rounds, tokens and seconds."""
         self.proposed += other.proposed
         self.produced += other.produced
-        counts = ("rounds", "replays", "replayed_tokens", "new_tokens")
+        counts = ("rounds", "copied", "replays", "replayed_tokens", "new_tokens")
         for name in (*counts, "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 import transformers
-from conftest import tiny_drafter, tiny_target
+from conftest import in_whole_blocks, tiny_drafter, tiny_target
 from packaging.version import Version
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -36,7 +36,7 @@ def small_target(family: str = "llama", **more):
 
 def drafter_for(target, **more) -> DFlashDraftModel:
     """A random drafter that taps the first and the third layer."""
-    return tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+    return in_whole_blocks(tiny_drafter(target, **{"target_layer_ids": [0, 2], **more}))
 
 
 def prompt(length: int = 6, *, vocab: int = 97, seed: int = 0) -> torch.LongTensor:

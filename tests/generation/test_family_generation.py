@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_drafter, tiny_target
+from conftest import in_whole_blocks, tiny_drafter, tiny_target
 from generation_helpers import assert_same_ids, assisted, plain, propose
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -47,7 +47,7 @@ def drafter_of(target, name: str, *, seed: int = 2, block_size: int = 6) -> DFla
         setattr(config, field, value)
     config.family = FAMILIES[name].get("family") or config._family_of_fields()
     torch.manual_seed(seed)
-    drafter = DFlashDraftModel(config).eval()
+    drafter = in_whole_blocks(DFlashDraftModel(config).eval())
     for parameter_name, parameter in drafter.named_parameters():
         if any(part in parameter_name for part in ("selector", "markov", "prefix_gru", "embed_proj", "conv")):
             parameter.data.normal_(0, 0.4)
