@@ -67,6 +67,8 @@ def tiny_pair() -> tuple[torch.nn.Module, DFlashDraftModel]:
     )
     shape = {"num_hidden_layers": 1, "block_size": 16, "target_layer_ids": [0, 1]}
     drafter = DFlashDraftModel(DFlashConfig.from_target(config, mask_token_id=3, **shape))
+    # The other loops verify whole blocks; a random drafter would not be asked again by cost.
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
     return AutoModelForCausalLM.from_config(config).eval(), drafter.eval()
 
 

@@ -393,3 +393,34 @@ def test_train_runs_the_drafter_every_few_steps(target_folder, tmp_path):
     result = runner.invoke(app, [*arguments, "--generate-every", "1", "--generate-prompts", "1"])
     assert result.exit_code == 0, result.output
     assert result.output.count("generation_acceptance_length") == 2
+
+
+def test_calibrate_writes_costs_beside_the_drafter(target_folder, tmp_path):
+    """Into the drafter's own folder, whose weights stay, or to another one; a Hub name needs --output."""
+    from dflash_hf import DFlashDraftModel
+
+    own, other = tmp_path / "own", tmp_path / "other"
+    shutil.copytree(PAIR / "drafter", own)
+    weights = (own / "model.safetensors").read_bytes()
+    arguments = [
+        "calibrate",
+        "--target",
+        target_folder,
+        "--repeats",
+        "1",
+        "--context-length",
+        "8",
+        "--dtype",
+        "float32",
+    ]
+    result = runner.invoke(app, [*arguments, "--drafter", str(own)])
+    assert result.exit_code == 0 and "verification, ms" in result.output, result.output
+    (table,) = DFlashDraftModel.from_pretrained(own).generation_config.dflash_round_costs
+    assert table["context_length"] == 8 and table["verify"][-1][0] == 17
+    assert (own / "model.safetensors").read_bytes() == weights
+    result = runner.invoke(app, [*arguments, "--drafter", str(own), "--output", str(other), "--batch-size", "2"])
+    assert result.exit_code == 0, result.output
+    (table,) = DFlashDraftModel.from_pretrained(other).generation_config.dflash_round_costs
+    assert table["batch_size"] == 2
+    result = runner.invoke(app, [*arguments, "--drafter", "someone/drafter"])
+    assert result.exit_code == 1 and "--output" in result.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .cache_features import cache_features
+from .calibrate import calibrate
 from .chat import chat
 from .evaluate import evaluate
 from .export import export
@@ -25,6 +26,7 @@ app.command()(train)
 app.command()(regenerate)
 app.command()(cache_features)
 app.command()(evaluate)
+app.command()(calibrate)
 app.command()(info)
 app.command()(export)
 
