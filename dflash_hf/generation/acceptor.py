@@ -92,7 +92,7 @@ class Acceptor:
             tokens = accept_sampled(draft=draft, draft_scores=draft_scores, scores=scores)
         else:
             tokens = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1).tolist()
-        kept = []
+        kept, wanted = [], self.recorder.wanted
         for i, row in enumerate(rows):
             if not self.live[row]:
                 kept.append(0)
@@ -101,7 +101,8 @@ class Acceptor:
             count = 0
             for token in tokens[i]:
                 count += 1
-                if self._keep(row, token, scores[i, count - 1], raw[i, count - 1]):
+                of_token = (scores[i, count - 1], raw[i, count - 1]) if wanted else (None, None)
+                if self._keep(row, token, *of_token):
                     break
             kept.append(count)
         return kept
@@ -126,8 +127,11 @@ class Acceptor:
                 return position + 1
         return len(proposals)
 
-    def _keep(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Count, record and stream one token that is in its row's ids already; whether the row ends with it."""
+    def _keep(self, row: int, token: int, scores: torch.Tensor | None, logits: torch.Tensor | None) -> bool:
+        """Count, record and stream one token that is in its row's ids already; whether the row ends with it.
+
+        Scores and logits `[V]` may be None where nothing is recorded.
+        """
         self.sequences.lengths[row] += 1
         self.recorder.add_token(row, scores, logits)
         # The criteria that may be asked about one of several rows do not look at scores.
