@@ -1,0 +1,80 @@
+"""A real drafter that knows what the target will say, and is wrong as often as a test wants.
+
+It recognises where a row stands by the newest context feature that it is given, so it follows any batching, padding
+and rollback; wrong features make it guess.
+"""
+
+import torch
+from conftest import tiny_drafter
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.target import FeatureCapture
+
+
+class KnowingDrafter(DFlashDraftModel):
+    """Runs the forward pass of any drafter, then replaces its result by hidden states that say the known text.
+
+    Attributes:
+        guesses: rows of draft calls whose features were not those of the text.
+    """
+
+    def know(self, target, features: torch.Tensor, text: torch.LongTensor, *, right: float, seed: int = 0) -> None:
+        """Learn a batch of texts.
+
+        Args:
+            target: whose output head turns hidden states into tokens.
+            features: `[b, n, K * H_t]` of the last n positions before the newest token.
+            text: `[b, T]` prompt and continuation; n < T.
+            right: chance that a proposal is right.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        head = target.get_output_embeddings().weight.detach()
+        self._rows = 20 * head / head.square().sum(dim=-1, keepdim=True).clamp(min=1e-6)
+        wrong = torch.rand(text.shape, generator=generator) >= right
+        shift = torch.randint(1, len(head) - 1, text.shape, generator=generator)
+        self._says = torch.where(wrong, (text + shift) % len(head), text)
+        self._features = features.flatten(0, 1)
+        self._length, self._offset = features.shape[1], text.shape[1] - 1 - features.shape[1]
+        self.guesses = 0
+
+    def forward(self, noise_embeds, context_hidden_states, *args, **kwargs):
+        output = super().forward(noise_embeds, context_hidden_states, *args, **kwargs)
+        hidden = output.last_hidden_state.clone()
+        for row, states in enumerate(context_hidden_states):
+            place = self._place_of(states)
+            if place is None:
+                self.guesses += 1
+                continue
+            text, column = place
+            tokens = self._says[text, column + 2 : column + 1 + hidden.shape[1]]  # the anchor is at column + 1
+            hidden[row, 1 : 1 + len(tokens)] = self._rows[tokens].to(hidden)
+        output.last_hidden_state = hidden
+        return output
+
+    def _place_of(self, states: torch.Tensor) -> tuple[int, int] | None:
+        """Row and column of the text whose feature is the newest of `states [n, K * H_t]`."""
+        known = self._features.to(states)
+        if not len(known):
+            return None
+        distance, nearest = torch.cdist(states, known).min(dim=1)
+        found = nearest[distance < 1e-3 * known[nearest].norm(dim=1) + 1e-4]
+        if not len(found):
+            return None
+        newest = int(found[(found % self._length).argmax()])
+        return newest // self._length, newest % self._length + self._offset
+
+
+def knowing_drafter(target, **more) -> KnowingDrafter:
+    """One that fits `target`; `know` must be called before it drafts."""
+    drafter = tiny_drafter(target, **more)
+    drafter.__class__ = KnowingDrafter
+    return drafter
+
+
+def recorded(target, layer_ids: list[int], call) -> tuple:
+    """The result of `call()` and the tapped features `[b, n, K * H_t]` of all positions that it ran the target on."""
+    capture = FeatureCapture(target, layer_ids)
+    with capture, capture.recording():
+        result = call()
+        features = capture.take(torch.device("cpu"))
+    return result, features
