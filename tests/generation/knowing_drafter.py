@@ -78,3 +78,35 @@ def recorded(target, layer_ids: list[int], call) -> tuple:
         result = call()
         features = capture.take(torch.device("cpu"))
     return result, features
+
+
+def same_as_plain(target, inputs: dict, *, right: float = 0.8, make_options=dict, **more) -> tuple:
+    """Greedy generate with and without a drafter that knows the answer; asserts equal ids.
+
+    Args:
+        inputs: prompt, mask, images: what both calls share.
+        make_options: called once for each call, for options that keep state.
+        more: settings of the drafter.
+
+    Returns:
+        the ids, and the drafter after the call.
+    """
+    drafter = knowing_drafter(target, **{"target_layer_ids": [0, 2], "layers": 1, **more})
+    layer_ids = drafter.config.target_layer_ids
+    expected, features = recorded(
+        target, layer_ids, lambda: target.generate(**inputs, do_sample=False, **make_options())
+    )
+    text = getattr(expected, "sequences", expected)
+    padding = 0 if "input_ids" in inputs else inputs["inputs_embeds"].shape[1]
+    drafter.know(target, features, torch.nn.functional.pad(text, (padding, 0)), right=right)
+    output = target.generate(**inputs, do_sample=False, **make_options(), assistant_model=drafter)
+    assert getattr(output, "sequences", output).tolist() == text.tolist()
+    assert drafter.guesses == 0, "the drafter was given features of no prefix of the text"
+    return text, drafter
+
+
+def padded_batch(lengths: list[int], *, seed: int = 0) -> dict:
+    """Left-padded ids `[b, L]` and their mask."""
+    ids = torch.randint(4, 90, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
