@@ -365,8 +365,7 @@ def test_a20_length_of_a_draft(knob, value, target):
     setattr(drafter.generation_config, knob, value)
     expected = target.generate(prompt(6), do_sample=False, max_new_tokens=NEW)
     assert asked(target, drafter, max_new_tokens=NEW).tolist() == expected.tolist()
-    proposed = drafter.last_generation_stats.proposed
-    assert sum(proposed) / len(proposed) < 6, "seven are proposed in each round but the last ones without it"
+    assert max(drafter.last_generation_stats.proposed[2:6]) < 7, "without it seven are proposed until the last rounds"
 
 
 def test_a21_beam_search(target):
