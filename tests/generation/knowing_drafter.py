@@ -15,6 +15,7 @@ class KnowingDrafter(DFlashDraftModel):
     """Runs the forward pass of any drafter, then replaces its result by hidden states that say the known text.
 
     Attributes:
+        right: bool `[b, T]`, whether it proposes the text's token at that column.
         guesses: rows of draft calls whose features were not those of the text.
     """
 
@@ -32,6 +33,7 @@ class KnowingDrafter(DFlashDraftModel):
         self._rows = 20 * head / head.square().sum(dim=-1, keepdim=True).clamp(min=1e-6)
         wrong = torch.rand(text.shape, generator=generator) >= right
         shift = torch.randint(1, len(head) - 1, text.shape, generator=generator)
+        self.right = ~wrong
         self._says = torch.where(wrong, (text + shift) % len(head), text)
         self._features = features.flatten(0, 1)
         self._length, self._offset = features.shape[1], text.shape[1] - 1 - features.shape[1]
@@ -80,21 +82,22 @@ def recorded(target, layer_ids: list[int], call) -> tuple:
     return result, features
 
 
-def same_as_plain(target, inputs: dict, *, right: float = 0.8, make_options=dict, **more) -> tuple:
+def same_as_plain(target, inputs: dict, *, right: float = 0.8, make_options=dict, plain=None, **more) -> tuple:
     """Greedy generate with and without a drafter that knows the answer; asserts equal ids.
 
     Args:
         inputs: prompt, mask, images: what both calls share.
         make_options: called once for each call, for options that keep state.
+        plain: the target of the plain call, where another object shall say what is right.
         more: settings of the drafter.
 
     Returns:
         the ids, and the drafter after the call.
     """
     drafter = knowing_drafter(target, **{"target_layer_ids": [0, 2], "layers": 1, **more})
-    layer_ids = drafter.config.target_layer_ids
+    plain = target if plain is None else plain
     expected, features = recorded(
-        target, layer_ids, lambda: target.generate(**inputs, do_sample=False, **make_options())
+        plain, drafter.config.target_layer_ids, lambda: plain.generate(**inputs, do_sample=False, **make_options())
     )
     text = getattr(expected, "sequences", expected)
     padding = 0 if "input_ids" in inputs else inputs["inputs_embeds"].shape[1]
