@@ -16,7 +16,8 @@ class KnowingDrafter(DFlashDraftModel):
 
     Attributes:
         right: bool `[b, T]`, whether it proposes the text's token at that column.
-        guesses: rows of draft calls whose features were not those of the text.
+        guesses: rows of draft calls whose features were not those of the text; no longer counted when a row of a
+            batch may have ended, since what an ended row is given does not matter.
     """
 
     def know(self, target, features: torch.Tensor, text: torch.LongTensor, *, right: float, seed: int = 0) -> None:
@@ -37,6 +38,9 @@ class KnowingDrafter(DFlashDraftModel):
         self._says = torch.where(wrong, (text + shift) % len(head), text)
         self._features = features.flatten(0, 1)
         self._length, self._offset = features.shape[1], text.shape[1] - 1 - features.shape[1]
+        columns = torch.arange(text.shape[1])
+        self._first_end = (columns * (text != 0)).amax(dim=1).min().item()
+        self._newest = 0
         self.guesses = 0
 
     def forward(self, noise_embeds, context_hidden_states, *args, **kwargs):
@@ -45,9 +49,11 @@ class KnowingDrafter(DFlashDraftModel):
         for row, states in enumerate(context_hidden_states):
             place = self._place_of(states)
             if place is None:
-                self.guesses += 1
+                none_ended = len(hidden) == 1 or self._newest + 1 + hidden.shape[1] < self._first_end
+                self.guesses += none_ended
                 continue
             text, column = place
+            self._newest = max(self._newest, column)
             tokens = self._says[text, column + 2 : column + 1 + hidden.shape[1]]  # the anchor is at column + 1
             hidden[row, 1 : 1 + len(tokens)] = self._rows[tokens].to(hidden)
         output.last_hidden_state = hidden
