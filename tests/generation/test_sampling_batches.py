@@ -1,7 +1,9 @@
 """Sampled batches have exactly the target's distribution: rows of different length, processors, stop tokens, hybrids.
 
-The oracle enumerates the target: the exact joint distribution of the first three tokens of each row, by one forward
-pass over all prefixes and transformers' own processors. Many draws of a row are one call with num_return_sequences.
+Two oracles. Rows that are accepted apart from each other are drawn many times in one call (num_return_sequences), and
+their first three tokens are counted against the exact joint distribution, which enumerates the target. Rows that go in
+step are drawn in many calls of two rows (in a large batch nothing would ever be accepted): each drawn token is placed
+in the target's exact distribution after its own prefix, sorted by probability, and these places must be uniform.
 """
 
 import pytest
@@ -15,7 +17,8 @@ from transformers.generation import logits_process as hf
 from dflash_hf.generation import acceptance
 
 LENGTHS = [5, 2, 3]
-DRAWS = 2000  # of each row
+DRAWS = 600  # of each row
+CALLS, NEW = 90, 24
 EOS = 7
 
 
@@ -107,32 +110,82 @@ def p_values(pair, name: str, draws: int = DRAWS) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_batch(name, pair):
+def place_p_value(pair, name: str, calls: int = CALLS) -> float:
+    """Chi-square p-value of the places of all tokens that are drawn in `calls` calls of two rows."""
+    target, drafter = pair
+    options, processors = SETTINGS[name]
+    inputs = {key: value % VOCAB for key, value in padded_batch([5, 3], seed=4).items()}
+    width, eos = inputs["input_ids"].shape[1], options.get("eos_token_id", -1)
+    torch.manual_seed(1)
+    drawn, accepted = [], 0
+    for _ in range(calls):
+        options = {**SETTINGS[name][0], "assistant_model": drafter, "do_sample": True, "max_new_tokens": NEW}
+        text = target.generate(**inputs, **{"top_k": 0, **options})
+        drawn.append(torch.nn.functional.pad(text, (0, width + NEW - text.shape[1])))
+        accepted += (
+            0
+            if drafter is None
+            else sum(drafter.last_generation_stats.produced) - len(drafter.last_generation_stats.produced)
+        )
+    assert drafter is None or accepted > calls, "the drafter must be right often"
+    text = torch.cat(drawn)
+    mask = torch.nn.functional.pad(inputs["attention_mask"].repeat(calls, 1), (0, NEW), value=1)
+    with torch.no_grad():
+        logits = target(text, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits.float()
+    live = torch.ones(len(text), dtype=torch.bool)
+    places = []
+    for step in range(width, width + NEW):
+        rows = LogitsProcessorList([make() for make in processors])(text[:, :step], logits[:, step - 1])
+        ordered, order = rows.softmax(dim=-1).sort(dim=-1, descending=True)
+        rank = (order == text[:, step, None]).int().argmax(dim=-1, keepdim=True)
+        own = ordered.gather(1, rank)[:, 0]
+        below = ordered.cumsum(dim=-1).gather(1, rank)[:, 0] - own
+        places.append((below + torch.rand(len(text)) * own)[live])
+        live &= text[:, step] != eos
+    counts = (torch.cat(places) * 32).long().clamp(max=31).bincount(minlength=32).float()
+    return chi_square_p_value(counts, torch.full((32,), 1 / 32))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "repetition_penalty", "stop token"])
+def test_rows_apart(name, pair):
     """Every row, drawn over a prefill, accepted and rejected proposals and a second round."""
     assert min(p_values(pair, name)) > LEVEL
     assert 0.15 < pair[1].last_generation_stats.acceptance_rate < 0.7, "the drafter must be right and wrong often"
 
 
-@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "stop token"])
+def test_rows_in_step(pair):
+    """A processor that may keep state is called with all rows at once."""
+    assert place_p_value(pair, "own processor") > LEVEL
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_hybrid(name, hybrid_pair):
     """The same for a target whose state is restored after a rejection."""
-    assert min(p_values(hybrid_pair, name)) > LEVEL
-    assert 0.15 < hybrid_pair[1].last_generation_stats.acceptance_rate < 0.8
+    assert place_p_value(hybrid_pair, name) > LEVEL
 
 
-@pytest.mark.parametrize("name", ["temperature", "own processor"])
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "own processor", "stop token"])
 def test_plain_generate_passes(name, pair):
-    """The check accepts what it takes for right."""
-    assert min(p_values((pair[0], None), name)) > LEVEL
+    """The checks accept what they take for right."""
+    assert min(*p_values((pair[0], None), name), place_p_value((pair[0], None), name)) > LEVEL
 
 
-@pytest.mark.parametrize("which", ["pair", "hybrid_pair"])
-@pytest.mark.parametrize("name", ["temperature", "own processor"])
-def test_residual_without_q_is_found(name, which, request, monkeypatch):
+@pytest.fixture
+def residual_without_q(monkeypatch):
     """A fault put back: after a rejection the token is drawn from p instead of max(0, p - q)."""
     monkeypatch.setattr(acceptance, "_residual", lambda p, q: p)
-    assert min(p_values(request.getfixturevalue(which), name)) < LEVEL
+
+
+def test_wrong_residual_is_found_in_rows_apart(pair, residual_without_q):
+    assert min(p_values(pair, "temperature")) < LEVEL
+
+
+def test_wrong_residual_is_found_in_rows_in_step(pair, residual_without_q):
+    assert place_p_value(pair, "own processor") < LEVEL
+
+
+def test_wrong_residual_is_found_in_a_hybrid(hybrid_pair, residual_without_q):
+    assert place_p_value(hybrid_pair, "temperature") < LEVEL
 
 
 def test_rows_that_share_their_numbers_are_found(pair, monkeypatch):
