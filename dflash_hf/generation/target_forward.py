@@ -79,6 +79,7 @@ class TargetForward:
         self.model_kwargs = model_kwargs
         self.key = cache_key(target, model_kwargs)
         self._room = room
+        self._takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
         others = [value for name, value in model_kwargs.items() if name not in _PLAIN_INPUTS]
         self.rows_may_leave = not any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
         own = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -110,6 +111,11 @@ class TargetForward:
         if self.cache is None:
             raise no_cache(self.target)
         self._start = {name: self.model_kwargs.get(name) for name in ("position_ids", "attention_mask")}
+        self._mask_is_given = self._start["attention_mask"] is not None
+        rows, has_columns = len(self.input_ids), not all(getattr(self.cache, "is_linear", [False]))
+        if not self._mask_is_given and rows > 1 and self._takes_mask and has_columns:
+            # generate drops a mask of ones, but rows will be padded when their lengths differ.
+            self._start["attention_mask"] = self.input_ids.new_ones((rows, int(self.cache.get_seq_length())))
         self._lay_out()
         return outputs
 
@@ -153,12 +159,12 @@ class TargetForward:
         values = values.expand(*values.shape[:-2], len(starts), values.shape[-1])
         return values.gather(-1, columns.expand(*values.shape[:-1], count))
 
-    def _mask_of_rows(self, starts: list[int], count: int) -> torch.Tensor:
-        """Mask `[n, m]`: what is in the cache, padded on the left, and `count` tokens after it."""
+    def _mask_of_rows(self, starts: list[int], count: int) -> torch.Tensor | None:
+        """Mask `[n, m]` (None: all ones): what is in the cache, padded on the left, and `count` tokens after it."""
         longest = max(starts)
         total = self._masked + longest + count
         if min(starts) == longest:
-            return self._mask[:, :total]
+            return self._mask[:, :total] if self._mask_is_given else None
         shift = torch.tensor([longest - start for start in starts], device=self._mask.device)[:, None]
         columns = torch.arange(total, device=self._mask.device) - shift
         return self._mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0)
