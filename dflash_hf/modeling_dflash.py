@@ -32,7 +32,7 @@ from .checkpoints.zlab import KEY_MAPPING
 from .configuration_dflash import DFlashConfig
 from .draft_cache import DraftCache
 from .errors import CheckpointError, DFlashError
-from .masks import BlockMasks
+from .masks import BlockMasks, LayerMasks
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
@@ -112,8 +112,7 @@ class DFlashAttention(nn.Module):
         keys, values = self.keys_and_values(torch.cat([context, block], dim=1), cos, sin)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        implementation = self.config._attn_implementation
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(masks.implementation, eager_attention_forward)
         output, _ = attention(
             self,
             queries,
@@ -212,7 +211,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | LayerMasks | None = None,
         cache: Any = None,
         past_key_values: Any = None,
     ) -> BaseModelOutput:
@@ -225,8 +224,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             position_ids: `[b, n + B]`, absolute positions of the new context rows, then of the block. By default they
                 follow the cache.
             attention_mask: None; padding of shape `[b, cached + n + B]` (1 is visible); a 4-D mask
-                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; or a dictionary
-                of these by layer type.
+                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; a dictionary of
+                these by layer type; or `LayerMasks`, which also names the attention implementation to use.
             cache: `DraftCache`, or a transformers cache. Context and block are appended to it; the caller crops the
                 block's B rows before the next round.
             past_key_values: the name under which transformers before 5.24 passes the cache.

@@ -18,6 +18,8 @@ LAYERS = [
         "masks",
         "draft_cache",
         "training.anchors",
+        "training.attention",
+        "training.curve",
         "training.masks",
         "training.losses",
         "training.metrics",

@@ -26,23 +26,38 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 
-def compute_features(
-    target: nn.Module, capture: FeatureCapture, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Tapped states of whole right-padded sequences, without the output head.
+def compute_states(
+    target: nn.Module,
+    capture: FeatureCapture,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tapped and final states of whole right-padded sequences, without the output head.
 
     Args:
         target: the frozen target.
         capture: entered, on the same target.
         input_ids: `[b, S]`.
         attention_mask: `[b, S]`, 1 on real tokens.
+        position_ids: `[b, S]`, for rows of several documents.
 
     Returns:
-        `[b, S, K * H_t]` in the target's dtype, on its device.
+        Features `[b, S, K * H_t]` and final hidden states `[b, S, H_t]` (what the output head reads), in the target's
+        dtype, on the device of `input_ids`.
     """
+    positions = {} if position_ids is None else {"position_ids": position_ids}  # not every target takes them
     with torch.no_grad(), capture.recording():
-        target.get_decoder()(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    return capture.take(input_ids.device)
+        output = target.get_decoder()(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
+    return capture.take(input_ids.device), output.last_hidden_state.to(input_ids.device)
+
+
+def compute_features(
+    target: nn.Module, capture: FeatureCapture, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Features `[b, S, K * H_t]` of `compute_states`."""
+    return compute_states(target, capture, input_ids, attention_mask=attention_mask)[0]
 
 
 def fingerprint_model(model: nn.Module) -> str:

@@ -5,7 +5,7 @@ import torch
 from training_helpers import tiny_drafter
 
 from dflash_hf.target import OutputHead
-from dflash_hf.training.losses import chunked_cross_entropy
+from dflash_hf.training.losses import chunked_losses
 
 ROWS, WIDTH, VOCAB = 37, 12, 53
 
@@ -46,12 +46,11 @@ def test_equal_to_a_dense_cross_entropy(chunk_rows, cap):
     hidden, weight, labels, weights = case()
     make = linear if cap is None else lambda table: softcapped(table, cap)
     rows = hidden.clone().requires_grad_()
-    terms = chunked_cross_entropy(
-        rows=rows, labels=labels, weights=weights, logits_of=make(weight), chunk_rows=chunk_rows
-    )
-    (3.0 * terms.weighted_sum).backward()
+    terms = chunked_losses(rows=rows, labels=labels, logits_of=make(weight), chunk_rows=chunk_rows)
+    total_loss = (terms.losses * weights).sum()
+    (3.0 * total_loss).backward()
     total, losses, hits, gradient = dense(hidden, labels, weights.double(), make(weight.double()))
-    torch.testing.assert_close(terms.weighted_sum.double(), total, rtol=2e-6, atol=0)
+    torch.testing.assert_close((terms.losses * weights).sum().double(), total, rtol=2e-6, atol=0)
     torch.testing.assert_close(terms.cross_entropy.double(), losses, rtol=1e-5, atol=1e-5)
     assert torch.equal(terms.hits, hits) and hits.any() and not hits.all()
     torch.testing.assert_close(rows.grad.double(), 3 * gradient, rtol=1e-5, atol=1e-5)
@@ -63,11 +62,9 @@ def test_no_rows_give_zero_and_a_usable_gradient():
     """An empty batch still takes part in the step: loss 0, gradient of the empty shape."""
     rows = torch.zeros(0, WIDTH, requires_grad=True)
     empty = torch.zeros(0)
-    terms = chunked_cross_entropy(
-        rows=rows, labels=empty.long(), weights=empty, logits_of=linear(torch.ones(VOCAB, WIDTH)), chunk_rows=4
-    )
-    terms.weighted_sum.backward()
-    assert terms.weighted_sum == 0 and terms.hits.shape == (0,) and rows.grad.shape == (0, WIDTH)
+    terms = chunked_losses(rows=rows, labels=empty.long(), logits_of=linear(torch.ones(VOCAB, WIDTH)), chunk_rows=4)
+    terms.losses.sum().backward()
+    assert terms.losses.shape == (0,) and terms.hits.shape == (0,) and rows.grad.shape == (0, WIDTH)
 
 
 def test_logits_of_one_chunk_exist_at_once():
@@ -86,8 +83,8 @@ def test_logits_of_one_chunk_exist_at_once():
 
     references = []
     rows = hidden.clone().requires_grad_()
-    terms = chunked_cross_entropy(rows=rows, labels=labels, weights=weights, logits_of=spy, chunk_rows=8)
-    terms.weighted_sum.backward()
+    terms = chunked_losses(rows=rows, labels=labels, logits_of=spy, chunk_rows=8)
+    (terms.losses * weights).sum().backward()
     assert seen == [8, 8, 8, 8, 5]
     assert max(alive) <= 1, "logits of earlier chunks are still held"
 
@@ -96,36 +93,31 @@ def test_without_gradient_no_graph_is_built():
     """Evaluation runs the same function under no_grad."""
     hidden, weight, labels, weights = case()
     with torch.no_grad():
-        terms = chunked_cross_entropy(
-            rows=hidden, labels=labels, weights=weights, logits_of=linear(weight), chunk_rows=8
-        )
+        terms = chunked_losses(rows=hidden, labels=labels, logits_of=linear(weight), chunk_rows=8)
     total, *_ = dense(hidden, labels, weights.double(), linear(weight.double()))
-    torch.testing.assert_close(terms.weighted_sum.double(), total, rtol=2e-6, atol=0)
-    assert not terms.weighted_sum.requires_grad
+    torch.testing.assert_close((terms.losses * weights).sum().double(), total, rtol=2e-6, atol=0)
+    assert not terms.losses.requires_grad
 
 
 def test_frozen_head_gets_no_gradient(target):
     """The target's head is read, never trained, even when its parameters ask for a gradient."""
     head = OutputHead(target, tiny_drafter(target).config)
     rows = torch.randn(5, 32).requires_grad_()
-    terms = chunked_cross_entropy(
-        rows=rows, labels=torch.arange(5), weights=torch.ones(5), logits_of=head, chunk_rows=2
-    )
-    terms.weighted_sum.backward()
+    terms = chunked_losses(rows=rows, labels=torch.arange(5), logits_of=head, chunk_rows=2)
+    terms.losses.sum().backward()
     assert target.get_output_embeddings().weight.grad is None and rows.grad.abs().sum() > 0
 
 
 def test_half_precision_rows_are_summed_in_fp32():
     """bf16 rows: losses and their sum are fp32 (a bf16 sum of 37 terms would be off by percents)."""
     hidden, weight, labels, weights = case()
-    terms = chunked_cross_entropy(
+    terms = chunked_losses(
         rows=hidden.bfloat16(),
         labels=labels,
-        weights=weights,
         logits_of=lambda rows: rows @ weight.bfloat16().T,
         chunk_rows=8,
     )
     logits = (hidden.bfloat16() @ weight.bfloat16().T).double()
     losses = torch.logsumexp(logits, -1) - logits[torch.arange(ROWS), labels]
-    assert terms.weighted_sum.dtype == torch.float32
-    torch.testing.assert_close(terms.weighted_sum.double(), (losses * weights).sum(), rtol=1e-5, atol=0)
+    assert terms.losses.dtype == torch.float32
+    torch.testing.assert_close((terms.losses * weights).sum().double(), (losses * weights).sum(), rtol=1e-5, atol=0)

@@ -470,7 +470,7 @@ def test_training_logs_accuracy_since_the_last_log(tmp_path):
     trainer.train()
     logs = [entry for entry in spy.logs if "loss" in entry]
     assert len(logs) == 2 and all(0 <= entry["slot_accuracy"] <= 1 for entry in logs)
-    assert trainer._row_count == 0
+    assert trainer.counts.sums.eq(0).all()
 
 
 def epochs_seen(tmp_path, **more):
