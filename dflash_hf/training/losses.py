@@ -44,29 +44,19 @@ class _ChunkedLosses(torch.autograd.Function):
         gradient = torch.empty_like(rows) if needs_gradient else None
         for start in range(0, len(rows), chunk_rows):
             part = slice(start, start + chunk_rows)
-            wanted = labels[part]
             teacher = None
             if objective != "data":
                 with torch.no_grad():
                     teacher = target_logits_of(target_rows[part]).float().to(rows.device)
-                if objective == "target_argmax":
-                    wanted = teacher.argmax(dim=-1)
             with torch.set_grad_enabled(needs_gradient):
                 chunk = rows[part].detach().requires_grad_(needs_gradient)
-                logits = logits_of(chunk).float().to(rows.device)
-                if objective == "target_kl":
-                    log_q = functional.log_softmax(logits, dim=-1)
-                    log_p = functional.log_softmax(teacher, dim=-1)
-                    parts = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
-                    cross_entropy[part] = -log_q.detach().gather(1, wanted[:, None])[:, 0]
-                else:
-                    parts = functional.cross_entropy(logits, wanted, reduction="none")
-                    cross_entropy[part] = parts.detach()
-                total = parts.sum()
-            if needs_gradient:
-                (gradient[part],) = torch.autograd.grad(total, chunk)
-            losses[part] = parts.detach()
-            hits[part] = logits.detach().argmax(dim=-1) == labels[part]
+                parts, cross_entropy[part], hits[part] = _losses_of_chunk(
+                    logits_of(chunk).float().to(rows.device), labels[part], teacher, objective
+                )
+                losses[part] = parts.detach()
+                if needs_gradient:
+                    (gradient[part],) = torch.autograd.grad(parts.sum(), chunk)
+            del teacher, parts  # before the next chunk's logits are made
         if needs_gradient:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(cross_entropy, hits)
@@ -76,6 +66,21 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx, row_gradients, *_):
         (gradient,) = ctx.saved_tensors
         return (row_gradients[:, None] * gradient).to(gradient.dtype), None, None, None, None, None, None
+
+
+def _losses_of_chunk(
+    logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None, objective: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses `[r]` with gradient, cross-entropy `[r]` and hits `[r]` without, of logits `[r, V]`."""
+    hits = logits.detach().argmax(dim=-1) == labels
+    if objective == "target_kl":
+        log_q = functional.log_softmax(logits, dim=-1)
+        log_p = functional.log_softmax(teacher, dim=-1)
+        losses = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+        return losses, -log_q.detach().gather(1, labels[:, None])[:, 0], hits
+    wanted = teacher.argmax(dim=-1) if objective == "target_argmax" else labels
+    losses = functional.cross_entropy(logits, wanted, reduction="none")
+    return losses, losses.detach(), hits
 
 
 def chunked_losses(
