@@ -50,7 +50,16 @@ def arguments(folder, **more):
 
 
 def make_trainer(
-    folder, *, train=None, evaluation=None, target=None, drafter=None, optimizers=(None, None), callbacks=None, **more
+    folder,
+    *,
+    train=None,
+    evaluation=None,
+    target=None,
+    drafter=None,
+    optimizers=(None, None),
+    callbacks=None,
+    peft_config=None,
+    **more,
 ):
     """A trainer of a tiny drafter on `rows()`."""
     target = tiny_target() if target is None else target
@@ -63,6 +72,7 @@ def make_trainer(
         eval_dataset=evaluation,
         optimizers=optimizers,
         callbacks=callbacks,
+        peft_config=peft_config,
     )
 
 
