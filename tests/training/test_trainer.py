@@ -490,7 +490,6 @@ def epochs_seen(tmp_path, **more):
             file.writelines(f"{example['epoch']} {example['index']}\n" for example in examples)
         return inner(examples)
 
-    collator.gamma = inner.gamma
     trainer.data_collator = collator
     trainer.train()
     return [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
