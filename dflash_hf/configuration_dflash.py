@@ -10,7 +10,9 @@ from transformers import PreTrainedConfig
 
 from .checkpoints import read_config, write_config
 from .checkpoints.zlab import default_taps
+from .configuration_checks import check_extras
 from .errors import DFlashConfigError
+from .inherited import drafter_rope_parameters, target_embedding_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -29,6 +31,7 @@ _BASE_KEYWORDS = {
     "rope_theta",
     "rope_scaling",
     "use_cache",
+    "quantization_config",
 }
 
 
@@ -63,7 +66,9 @@ class DFlashConfig(PreTrainedConfig):
         rope_parameters (`dict`): transformers' RoPE parameters (`rope_theta`, `rope_type`, YaRN's own).
         layer_types (`list[str]`): `full_attention` or `sliding_attention` for each draft layer.
         sliding_window (`int`, *optional*): W; a key is visible if `query - key < W` (the query itself counts).
-        vocab_size (`int`): rows of the target's embedding.
+        window_rule (`str`): `query`, as above, or `anchor`: every slot sees the W context rows before the anchor, and
+            the whole block as causality allows (speculators).
+        vocab_size (`int`, *optional*): rows of the target's embedding; None where a checkpoint does not record them.
         block_size (`int`): B; slot 0 carries the anchor, the other B - 1 slots are proposals.
         mask_token_id (`int`): id whose embedding fills the slots to predict. It must be a row of the target's
             embedding.
@@ -76,6 +81,21 @@ class DFlashConfig(PreTrainedConfig):
         input_embedding_scale (`float`, *optional*): the block's embedding is the raw rows of the target's table times
             this. Unset means whatever the target's embedding module returns.
         output_multiplier (`float`, *optional*), final_logit_softcapping (`float`, *optional*): applied to draft logits.
+        family (`str`, *optional*): the published family whose layout `save_pretrained` writes; by default the first
+            one that can say what the other fields ask for.
+        sample_from_anchor (`bool`): slot k predicts the token at anchor + k + 1, so that slot 0 proposes too.
+        own_embedding (`bool`), own_head (`bool`): the drafter has `embed_tokens` and `lm_head` of its own instead of
+            borrowing the target's.
+        draft_vocab_size (`int`, *optional*): rows of an own head that covers a part of the vocabulary.
+        conv_kernel_size (`int`, *optional*), conv_group_size (`int`, *optional*): taps, and channels that share a
+            dynamic kernel, of DFlash 2's convolutions.
+        selector_rank (`int`, *optional*), selector_top_k (`int`, *optional*): DFlash 2's candidate selector.
+        markov_rank (`int`, *optional*), markov_head_type (`str`, *optional*): DSpark's Markov head (`vanilla`, `gated`
+            or `rnn`).
+        confidence_head (`bool`), confidence_head_with_markov (`bool`): DSpark's acceptance predictor; kept with the
+            checkpoint, not used in decoding.
+        gru_hidden_dim (`int`, *optional*), emb_dim (`int`, *optional*), pure_draft_prefix_len (`int`, *optional*):
+            Domino's GRU, the width of its projection, and the number of leading proposals that it leaves alone.
         target_name_or_path (`str`, *optional*): the target that the drafter was trained for.
         source_config (`dict`, *optional*): the published config as it was read, so that an unchanged drafter is saved
             as it came.
@@ -102,7 +122,8 @@ class DFlashConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     initializer_range: float | int = 0.02
-    vocab_size: int = 151936
+    window_rule: str = "query"
+    vocab_size: int | None = 151936
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -118,6 +139,22 @@ class DFlashConfig(PreTrainedConfig):
     output_multiplier: float | int | None = None
     final_logit_softcapping: float | int | None = None
     target_name_or_path: str | None = None
+    family: str | None = None
+    sample_from_anchor: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    markov_rank: int | None = None
+    markov_head_type: str | None = None
+    confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    gru_hidden_dim: int | None = None
+    emb_dim: int | None = None
+    pure_draft_prefix_len: int | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -136,6 +173,8 @@ class DFlashConfig(PreTrainedConfig):
             )
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
+        if self.family is None:
+            self.family = self._family_of_fields()
         super().__post_init__(**kwargs)
         self.check()
 
@@ -143,6 +182,20 @@ class DFlashConfig(PreTrainedConfig):
     def _own_fields(cls) -> list[str]:
         inherited = {field.name for field in fields(PreTrainedConfig)}
         return [field.name for field in fields(cls) if field.name not in inherited]
+
+    def _family_of_fields(self) -> str:
+        if self.window_rule == "anchor" or self.draft_vocab_size is not None:
+            return "speculators"
+        if self.own_embedding or self.own_head:
+            plain = self.own_embedding and self.own_head and self.hidden_size == self.target_hidden_size
+            return "deepspec" if self.sample_from_anchor and plain else "speculators"
+        if self.gru_hidden_dim is not None:
+            return "domino"
+        if self.sample_from_anchor:
+            return "speculators"
+        if self.markov_rank is not None:
+            return "dspark"
+        return "dflash2" if self.conv_kernel_size is not None else "zlab"
 
     def check(self) -> None:
         """Check the configuration as a whole; the model calls it again, since fields may be assigned later.
@@ -162,7 +215,7 @@ class DFlashConfig(PreTrainedConfig):
                 "mask_token_id is not set. Name a reserved id of the target's vocabulary that its tokenizer never "
                 "emits; do not reuse the padding token."
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id < 0 or (self.vocab_size is not None and self.mask_token_id >= self.vocab_size):
             raise DFlashConfigError(
                 f"mask_token_id {self.mask_token_id} is outside the target's embedding ({self.vocab_size} rows). "
                 f"Choose a reserved id between 0 and {self.vocab_size - 1} that the tokenizer never emits."
@@ -198,6 +251,7 @@ class DFlashConfig(PreTrainedConfig):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}."
             )
+        check_extras(self)
 
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether attention inside the block is causal on this layer (design: is_causal, else sliding means causal)."""
@@ -238,20 +292,23 @@ class DFlashConfig(PreTrainedConfig):
             DFlashConfigError: as the constructor does, or if the target's config has no text decoder.
         """
         text = target_config.get_text_config(decoder=True)
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if getattr(text, name, None) is None:
                 raise DFlashConfigError(
                     f"The target's config ({type(text).__name__}) has no `{name}`; from_target needs the config of a "
                     "decoder-only language model. Build DFlashConfig by hand for others."
                 )
-        heads = text.num_attention_heads
+        # A target without attention (Mamba) says nothing of heads: the usual width.
+        heads = getattr(text, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         if target_layer_ids is None:
             target_layer_ids = default_target_layer_ids(num_target_layers=text.num_hidden_layers, num_taps=num_taps)
         intermediate_size = intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if isinstance(intermediate_size, (list, tuple)):  # one a layer
+            intermediate_size = max(intermediate_size)
         if input_embedding_scale is None:
-            input_embedding_scale = _target_embedding_scale(text)
+            input_embedding_scale = target_embedding_scale(text)
         return cls(
             hidden_size=text.hidden_size,
             intermediate_size=intermediate_size,
@@ -259,9 +316,9 @@ class DFlashConfig(PreTrainedConfig):
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
             max_position_embeddings=getattr(text, "max_position_embeddings", 32768),
-            rope_parameters=_drafter_rope_parameters(text),
+            rope_parameters=drafter_rope_parameters(text),
             layer_types=layer_types,
             sliding_window=sliding_window,
             initializer_range=initializer_range,
@@ -279,23 +336,32 @@ class DFlashConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> tuple[dict, dict]:
-        """Read a published `config.json` of any supported family and return this class's own fields."""
+        """Read a published `config.json` of any supported family and return this class's own fields.
+
+        Takes `tensor_names`, the names in the checkpoint, which `DFlashDraftModel.from_pretrained` knows.
+        """
+        tensor_names = kwargs.pop("tensor_names", None)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return (read_config(config_dict) if config_dict else config_dict), kwargs
+        return (read_config(config_dict, tensor_names) if config_dict else config_dict), kwargs
 
     def _on_disk(self) -> dict[str, Any]:
-        """The file that it came from where that still means the same, else z-lab's layout."""
+        """The file that it came from where that still means the same, else its family's layout."""
         fields = self.to_dict()
         if self.source_config is not None:
-            source = type(self)(**read_config(self.source_config)).to_dict()
+            tables = {"embed_tokens.weight": self.own_embedding, "lm_head.weight": self.own_head}
+            names = [name for name, owned in tables.items() if owned]
+            source = type(self)(**read_config(self.source_config, names)).to_dict()
             if _meaning(fields) == _meaning(source) and fields.get("dtype") in (None, source.get("dtype")):
                 return dict(self.source_config)
         return write_config(fields)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
-        """Write `config.json` in the layout that inference engines load (z-lab's).
+        """Write `config.json` in the layout of the drafter's family, which is z-lab's for new ones.
 
         A drafter that was loaded and not changed gets the very keys and values that it came with.
+
+        Raises:
+            CheckpointError: if that layout cannot say what the drafter computes.
         """
         self.check()
         os.makedirs(save_directory, exist_ok=True)
@@ -311,29 +377,6 @@ class DFlashConfig(PreTrainedConfig):
 
 def _meaning(fields: dict[str, Any]) -> dict[str, Any]:
     """What of a config's fields says which drafter it is, in one spelling."""
-    bookkeeping = {"architectures", "dtype", "transformers_version", "_name_or_path"}
+    bookkeeping = {"architectures", "dtype", "transformers_version", "_name_or_path", "quantization_config"}
     rope = {key: value for key, value in fields["rope_parameters"].items() if key != "type"}  # old name of rope_type
     return {key: value for key, value in fields.items() if key not in bookkeeping} | {"rope_parameters": rope}
-
-
-def _target_embedding_scale(text: PreTrainedConfig) -> float:
-    multiplier = getattr(text, "embedding_multiplier", None)  # Granite and its hybrids
-    if multiplier is not None:
-        return float(multiplier)
-    if text.model_type.startswith(("gemma", "recurrent_gemma")):  # the module multiplies by sqrt(H), no key says so
-        return float(text.hidden_size) ** 0.5
-    return 1.0
-
-
-def _drafter_rope_parameters(text: PreTrainedConfig) -> dict[str, Any]:
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    if nested:  # one entry a layer type (Gemma 3): the global layers' parameters see the whole context
-        rope = dict(rope.get("full_attention") or nested[0])
-    for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "type"):
-        rope.pop(key, None)
-    if rope.get("rope_type") in ("mrope", "proportional"):
-        rope["rope_type"] = "default"
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
-    return rope

@@ -11,33 +11,59 @@ class DraftCache:
     `update` returns views, so that a round writes its rows once and copies nothing else; `crop` only moves a counter.
     Sliding layers keep all rows (their mask limits what is seen), because a rejected block must be undone.
 
+    Sequences of a batch may have contexts of different length: `place` says where each one's next rows go. Every
+    context starts at column 0, so nothing ever has to be moved.
+
     Args:
         num_layers: number of draft layers.
+
+    Attributes:
+        row_ends: `[b]` after `place`: the columns of each sequence that hold something after the coming update; None
+            while all sequences have the same length.
     """
 
     def __init__(self, num_layers: int):
         self._buffers: list[torch.Tensor | None] = [None] * num_layers
         self._lengths = [0] * num_layers
+        self._columns: torch.Tensor | None = None
+        self._end = 0
+        self.row_ends: torch.Tensor | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows held by a layer."""
+        """Columns held by a layer."""
         return self._lengths[layer_idx]
+
+    def place(self, columns: torch.LongTensor, *, row_ends: torch.LongTensor, end: int) -> None:
+        """Say where the rows of the coming update of each layer go.
+
+        Args:
+            columns: `[b, n]`; `end` is a place for rows that nobody may see.
+            row_ends: `[b]`, see above.
+            end: the largest of `row_ends`.
+        """
+        self._columns, self.row_ends, self._end = columns, row_ends, end
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `keys`, `values` `[b, kv_heads, n, head_dim]`; returns views of all rows, `n` being the length."""
         start = self._lengths[layer_idx]
-        end = start + keys.shape[2]
+        end = start + keys.shape[2] if self._columns is None else self._end
         buffer = self._buffers[layer_idx]
-        if buffer is None or end > buffer.shape[3]:
-            buffer = self._grow(layer_idx, keys, end)
-        buffer[0, :, :, start:end] = keys
-        buffer[1, :, :, start:end] = values
+        if buffer is None or end >= buffer.shape[3]:
+            buffer = self._grow(layer_idx, keys, end + 1)
+        if self._columns is None:
+            buffer[0, :, :, start:end] = keys
+            buffer[1, :, :, start:end] = values
+        else:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            buffer[0, rows, :, self._columns] = keys.transpose(1, 2)
+            buffer[1, rows, :, self._columns] = values.transpose(1, 2)
         self._lengths[layer_idx] = end
         return buffer[0, :, :, :end], buffer[1, :, :, :end]
 
     def _grow(self, layer_idx: int, keys: torch.Tensor, needed: int) -> torch.Tensor:
         batch, heads, _, dim = keys.shape
-        buffer = keys.new_empty((2, batch, heads, max(256, 2 * needed), dim))
+        # Zeros: rows that a mask hides must still be finite.
+        buffer = keys.new_zeros((2, batch, heads, max(256, 2 * needed), dim))
         old, length = self._buffers[layer_idx], self._lengths[layer_idx]
         if old is not None:
             buffer[:, :, :, :length] = old[:, :, :, :length]
@@ -45,5 +71,12 @@ class DraftCache:
         return buffer
 
     def crop(self, length: int) -> None:
-        """Forget all rows from `length` on, in every layer."""
+        """Forget all rows from column `length` on, in every layer."""
         self._lengths = [min(length, held) for held in self._lengths]
+
+    def select(self, rows: torch.LongTensor, *, length: int) -> None:
+        """Keep only some sequences of the batch, the longest of which has `length` rows."""
+        self._buffers = [None if buffer is None else buffer[:, rows] for buffer in self._buffers]
+        self.crop(length)
+        if len(rows) == 1:  # its rows follow each other again
+            self._columns = self.row_ends = None

@@ -19,6 +19,8 @@ def block_visibility(
     sliding_window: int | None,
     padding_mask: torch.Tensor | None,
     device: torch.device,
+    row_ends: torch.LongTensor | None = None,
+    window_rule: str = "query",
 ) -> torch.Tensor | None:
     """Which keys each slot of a block sees. The block's own keys are the last `block_length` ones.
 
@@ -26,23 +28,30 @@ def block_visibility(
         block_length: B.
         num_keys: L, context rows and block together; the rows are contiguous and end with the block.
         is_causal: attention inside the block.
-        sliding_window: W; a key is visible if `q - k < W`, and if not causal also `k - q < W`.
+        sliding_window: W.
         padding_mask: `[b, L]`, non-zero is visible.
+        row_ends: `[b]`, the number of keys of each sequence where they differ; its block is at their end.
+        window_rule: `query`: a key is visible if `q - k < W`, and if not causal also `k - q < W`. `anchor`: every slot
+            sees the W context rows before the block, and the window does not limit the block.
 
     Returns:
         Boolean `[b or 1, 1, B, L]`, True is visible; None if everything is.
     """
     window_bites = sliding_window is not None and sliding_window < num_keys
-    if not is_causal and not window_bites and padding_mask is None:
+    if not is_causal and not window_bites and padding_mask is None and row_ends is None:
         return None
-    query = torch.arange(num_keys - block_length, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)[None, :]
-    visible = key <= query if is_causal else torch.ones_like(key <= query)
-    if window_bites:
+    ends = torch.tensor([num_keys], device=device) if row_ends is None else row_ends
+    block_starts = ends[:, None, None] - block_length
+    query = block_starts + torch.arange(block_length, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)[None, None, :]
+    visible = key <= query if is_causal else (key < ends[:, None, None]).expand(-1, block_length, -1)
+    if window_bites and window_rule == "anchor":
+        visible = visible & (key >= block_starts - sliding_window)
+    elif window_bites:
         visible = visible & (query - key < sliding_window)
         if not is_causal:
             visible = visible & (key - query < sliding_window)
-    visible = visible[None, None]
+    visible = visible[:, None]
     if padding_mask is not None:
         visible = visible & padding_mask[:, None, None, :].bool()
     return visible
@@ -76,15 +85,27 @@ class BlockMasks:
         block: `[b, B, H]`, the slots; their number, dtype and device count.
         total_length: context rows seen so far (cached ones included) plus B.
         implementation: transformers' name of the attention implementation.
+        row_ends: see `block_visibility`.
     """
 
-    def __init__(self, attention_mask: Any, *, block: torch.Tensor, total_length: int, implementation: str):
+    def __init__(
+        self,
+        attention_mask: Any,
+        *,
+        block: torch.Tensor,
+        total_length: int,
+        implementation: str,
+        row_ends: torch.LongTensor | None = None,
+    ):
         if isinstance(attention_mask, LayerMasks):
             attention_mask, implementation = attention_mask.by_layer_type, attention_mask.implementation
         self.given = attention_mask
         self.block = block
         self.total_length = total_length
         self.implementation = implementation or "eager"
+        self.row_ends = row_ends
+        if row_ends is not None and "flash" in self.implementation:
+            self.implementation = "sdpa"  # flash kernels take no mask, and keys of different number need one
         self._built: dict[tuple, torch.Tensor | None] = {}
 
     def of_layer(self, layer: nn.Module, *, num_keys: int) -> Any:
@@ -95,6 +116,11 @@ class BlockMasks:
         if given is not None and (not isinstance(given, torch.Tensor) or given.dim() == 4):
             return self._as_implementation_takes_it(self._of_keys(given, num_keys))
         if "flash" in self.implementation:  # takes causality, window and the 2-D padding mask by themselves
+            if layer.sliding_window is not None and layer.window_rule != "query":
+                raise DFlashError(
+                    f"attn_implementation {self.implementation!r} counts a sliding window from each query; this "
+                    "drafter counts it from the anchor. Use 'sdpa' or 'eager'."
+                )
             return self._of_keys(given, num_keys)
         key = (layer.is_causal, layer.sliding_window, num_keys)
         if key not in self._built:
@@ -105,6 +131,8 @@ class BlockMasks:
                 sliding_window=layer.sliding_window,
                 padding_mask=None if given is None else given[:, self.total_length - num_keys : self.total_length],
                 device=self.block.device,
+                row_ends=self.row_ends,
+                window_rule=layer.window_rule,
             )
             self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
         return self._built[key]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,10 +29,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import cached_file
 
-from .checkpoints.zlab import KEY_MAPPING
+from .checkpoints import FAMILIES, name_on_disk
 from .configuration_dflash import DFlashConfig
+from .convolution import GroupedDynamicConvolution
+from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
-from .errors import CheckpointError, DFlashError
+from .errors import DFlashError
+from .loading import read_published_names, require_complete, require_consistent, tensor_names
 from .masks import BlockMasks, LayerMasks
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
@@ -44,6 +48,10 @@ _DRAFTING_KNOBS = {
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 }
+
+
+# Keywords of from_pretrained that say where files lie.
+_HUB_KEYWORDS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -78,6 +86,7 @@ class DFlashAttention(nn.Module):
         self.is_causal = config.layer_is_causal(layer_idx)
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
+        self.window_rule = config.window_rule
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
@@ -136,6 +145,9 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        has_convolutions = config.conv_kernel_size is not None
+        self.attention_conv = GroupedDynamicConvolution(config) if has_convolutions else None
+        self.mlp_conv = GroupedDynamicConvolution(config) if has_convolutions else None
 
     def forward(
         self,
@@ -146,8 +158,15 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         cache: Any,
     ) -> torch.Tensor:
         """`block [b, B, H]`, `context [b, n, H]` -> `[b, B, H]`."""
-        block = block + self.self_attn(self.input_layernorm(block), context, position_embeddings, masks, cache)
-        return block + self.mlp(self.post_attention_layernorm(block))
+        normed = self.input_layernorm(block)
+        if self.attention_conv is None:
+            block = block + self.self_attn(normed, context, position_embeddings, masks, cache)
+            return block + self.mlp(self.post_attention_layernorm(block))
+        normed, kernel = self.attention_conv.before(normed)
+        attended = self.self_attn(normed, context, position_embeddings, masks, cache)
+        block = block + self.attention_conv.after(attended, kernel)
+        normed, kernel = self.mlp_conv.before(self.post_attention_layernorm(block))
+        return block + self.mlp_conv.after(self.mlp(normed), kernel)
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -163,13 +182,24 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = False
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # A new DFlash 2 drafter starts as the plain one: identity convolutions, a selector without an opinion.
+        if isinstance(module, GroupedDynamicConvolution):
+            init.zeros_(module.base_kernel)
+            init.ones_(module.base_kernel[:, 0])
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+
     def _supports_logits_to_keep(self) -> bool:
         # transformers asks an assistant this only where the package's gate is not installed.
         raise DFlashError("generate does not know DFlash drafters yet. Call dflash_hf.install() first.")
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """A DFlash drafter. It has no embedding and no output head: it borrows the target's.
+    """A DFlash drafter. As a rule it has no embedding and no output head: it borrows the target's.
 
     Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`.
 
@@ -187,9 +217,41 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        self._add_tables(config)
+        self._add_corrections(config)
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
+        # A Trainer's resume reads the saved file into the model as it is.
+        self.register_load_state_dict_pre_hook(read_published_names)
         self.post_init()
+
+    def _add_tables(self, config: DFlashConfig) -> None:
+        rows, width = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(rows, width) if config.own_embedding else None
+        self.lm_head = nn.Linear(width, config.draft_vocab_size or rows, bias=False) if config.own_head else None
+        # speculators' names: offsets from draft to target ids, and the target ids that the draft vocabulary has.
+        trimmed = config.draft_vocab_size
+        self.register_buffer("d2t", None if trimmed is None else torch.zeros(trimmed, dtype=torch.int64))
+        self.register_buffer("t2d", None if trimmed is None else torch.zeros(rows, dtype=torch.bool))
+
+    def _add_corrections(self, config: DFlashConfig) -> None:
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank is not None else None
+        self.markov_head = MarkovHead(config) if config.markov_rank is not None else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.prefix_gru = self.embed_proj = None
+        if config.gru_hidden_dim is not None:
+            self.prefix_gru = nn.GRU(config.hidden_size, config.gru_hidden_dim, batch_first=True, bias=False)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False),
+                nn.SiLU(),
+                nn.Linear(config.emb_dim, config.vocab_size, bias=False),
+            )
+
+    def correction(self) -> CandidateSelector | MarkovHead | GRUCorrection | None:
+        """The head that corrects draft logits by the tokens chosen before, if the drafter has one."""
+        if self.prefix_gru is not None:
+            return GRUCorrection(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len)
+        return self.candidate_selector if self.candidate_selector is not None else self.markov_head
 
     @property
     def last_generation_stats(self):
@@ -239,6 +301,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         block = noise_embeds if torch.is_autocast_enabled(noise_embeds.device.type) else noise_embeds.to(dtype)
         cached = cache.get_seq_length() if cache is not None else 0
         new_rows = context.shape[1] + block.shape[1]
+        row_ends = getattr(cache, "row_ends", None)
         if position_ids is None:
             position_ids = torch.arange(cached, cached + new_rows, device=block.device)[None]
         position_embeddings = self.rotary_emb(block, position_ids)
@@ -247,6 +310,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             block=block,
             total_length=cached + new_rows,
             implementation=self.config._attn_implementation,
+            row_ends=row_ends,
         )
         for layer in self.layers:
             block = layer(block, context, position_embeddings, masks, cache)
@@ -254,7 +318,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Context features `hidden_norm(fc(.))`: raw concat `[b, n, K * H_t]` of any dtype -> `[b, n, H]`."""
-        return self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
 
     def append_context(
         self, context_hidden_states: torch.Tensor, *, position_ids: torch.LongTensor, cache: DraftCache
@@ -274,16 +338,25 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> DFlashDraftModel:
-        """Load a drafter from a folder or a Hub repository, without remote code.
+        """Load a drafter of any supported family from a folder or a Hub repository, without remote code.
 
         Takes the keywords of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
 
         Raises:
-            CheckpointError: if a tensor is missing, unknown or of the wrong shape; a half-loaded drafter would accept
-                nothing and say nothing.
+            CheckpointError: if the family is not supported, or a tensor is missing, unknown or of the wrong shape; a
+                half-loaded drafter would accept nothing and say nothing.
         """
-        kwargs.setdefault("key_mapping", KEY_MAPPING)
         with_info = kwargs.pop("output_loading_info", False)
+        hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
+        config = kwargs.get("config")
+        if pretrained_model_name_or_path is not None and not isinstance(config, DFlashConfig):
+            names = tensor_names(pretrained_model_name_or_path, variant=kwargs.get("variant"), **hub)
+            kwargs["tensor_names"] = names
+            config, _ = DFlashConfig.get_config_dict(config or pretrained_model_name_or_path, **hub, tensor_names=names)
+            kwargs.setdefault("key_mapping", FAMILIES[config.get("family") or "zlab"].KEY_MAPPING)
+        elif config is not None:
+            kwargs.setdefault("key_mapping", FAMILIES[config.family].KEY_MAPPING)
+        kwargs.setdefault("use_safetensors", True)  # no pickle, unless the caller asks for it
         model, info = super().from_pretrained(
             pretrained_model_name_or_path,
             *model_args,
@@ -291,43 +364,37 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             # A wrong shape is reported below, with its name and both shapes.
             **{**kwargs, "ignore_mismatched_sizes": True},
         )
-        _require_complete(pretrained_model_name_or_path, info)
+        require_complete(pretrained_model_name_or_path, info, ignored=FAMILIES[model.config.family].IGNORED)
+        require_consistent(pretrained_model_name_or_path, d2t=model.d2t, t2d=model.t2d)
         if pretrained_model_name_or_path is not None:
-            where = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-            hub = {key: kwargs[key] for key in where if key in kwargs}
             # Optional: published drafters have none.
             optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
             if cached_file(pretrained_model_name_or_path, "generation_config.json", **hub, **optional) is not None:
                 model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         return (model, info) if with_info else model
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, push_to_hub: bool = False, **kwargs):
-        """Write the drafter in z-lab's layout, and `generation_config.json` where it holds anything of its own.
+    def save_pretrained(
+        self,
+        save_directory,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs,
+    ):
+        """Write the drafter in its family's layout (z-lab's for new ones), and its own `generation_config.json` if any.
 
         Takes the arguments of `PreTrainedModel.save_pretrained`.
         """
         hub = {
             key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private") if push_to_hub and key in kwargs
         }
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if FAMILIES[self.config.family].TO_DISK:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = {name_on_disk(name, self.config.family): tensor for name, tensor in state_dict.items()}
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         if is_main_process and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
             self.generation_config.save_pretrained(save_directory)
         if push_to_hub:  # as a whole, so that no file of the folder is left out
             hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
             self.push_to_hub(**hub, token=kwargs.get("token"))
-
-
-def _require_complete(source: str, info: dict[str, Any]) -> None:
-    remedy = "The files are not a complete drafter of a layout that dflash_hf reads."
-    for kind in ("missing_keys", "unexpected_keys"):
-        names = sorted(info[kind])
-        if names:
-            word = "is missing" if kind == "missing_keys" else "is unknown"
-            raise CheckpointError(
-                f"Tensor {names[0]!r} {word} in {source} ({len(names)} such tensors in all). {remedy}"
-            )
-    if info["mismatched_keys"]:
-        name, found, expected = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"Tensor {name!r} in {source} has shape {tuple(found)}; config.json asks for {tuple(expected)}. {remedy}"
-        )

@@ -67,25 +67,41 @@ def embed_tokens(target: nn.Module, token_ids: torch.LongTensor, *, scale: float
         embedding.embed_norm = norm
 
 
+def output_head(target: nn.Module) -> nn.Module:
+    """The target's output head.
+
+    Raises:
+        TargetMismatchError: if it has none.
+    """
+    head = target.get_output_embeddings()
+    if head is None:
+        raise TargetMismatchError(
+            f"{type(target).__name__} has no output head (get_output_embeddings() is None). Load the target with its "
+            "language-model head, for example through AutoModelForCausalLM."
+        )
+    return head
+
+
+def output_vocabulary(target: nn.Module) -> int:
+    """Width of the target's logits; a quantised head's packed weight does not tell it."""
+    head = output_head(target)
+    return getattr(head, "out_features", None) or head.weight.shape[0]
+
+
 class OutputHead:
     """The target's output head with the transform that its own forward applies to the logits, for draft hidden states.
 
     Args:
         target: the target model.
         config: the drafter's; its own multiplier and softcap, where present, replace the target's transform.
+        own: an output head of the drafter's own, which is used instead and knows nothing of the target's transform.
     """
 
-    def __init__(self, target: nn.Module, config: DFlashConfig):
-        head = target.get_output_embeddings()
-        if head is None:
-            raise TargetMismatchError(
-                f"{type(target).__name__} has no output head (get_output_embeddings() is None). Load the target with "
-                "its language-model head, for example through AutoModelForCausalLM."
-            )
-        self.head = head
+    def __init__(self, target: nn.Module, config: DFlashConfig, own: nn.Module | None = None):
+        self.head = output_head(target) if own is None else own
         text = target.config.get_text_config(decoder=True)
         self.multiplier, self.softcap = config.output_multiplier, config.final_logit_softcapping
-        if self.multiplier is None and self.softcap is None:
+        if own is None and self.multiplier is None and self.softcap is None:
             self.softcap = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
             if getattr(text, "logit_scale", None):  # Cohere
                 self.multiplier = text.logit_scale
@@ -145,6 +161,8 @@ class FeatureCapture:
 
     def __init__(self, target: nn.Module, layer_ids: list[int]):
         self.layers = decoder_layers(target)
+        # Gemma 3n's layers carry several streams [streams, b, n, H]; the active one is the hidden state.
+        self._stream = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self.layer_ids = list(layer_ids)
         self._thread = threading.get_ident()
         self._recording = False
@@ -171,14 +189,17 @@ class FeatureCapture:
     def _recorder(self, layer_id: int):
         def record(module, inputs, output):
             if self._active():
-                state = output if isinstance(output, torch.Tensor) else output[0]
-                self._states.setdefault(layer_id, []).append(state)
+                self._keep(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
         return record
 
     def _record_input(self, module, inputs, keywords):
         if self._active():
-            self._states.setdefault(-1, []).append(inputs[0] if inputs else keywords["hidden_states"])
+            self._keep(-1, inputs[0] if inputs else keywords["hidden_states"])
+
+    def _keep(self, layer_id: int, state: torch.Tensor) -> None:
+        state = state if self._stream is None else state[self._stream]
+        self._states.setdefault(layer_id, []).append(state)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -226,10 +247,11 @@ def check_compatibility(config: DFlashConfig, target: nn.Module) -> None:
             f"{text.hidden_size}. Use the drafter with the target it was trained for.{trained_for}"
         )
     rows, width = target.get_input_embeddings().weight.shape
-    if width != config.hidden_size:
+    borrowed = [word for word, own in (("embedding", config.own_embedding), ("head", config.own_head)) if not own]
+    if borrowed and width != config.hidden_size:
         raise TargetMismatchError(
-            f"The drafter has hidden size {config.hidden_size} and borrows embedding and head of {name}, whose width "
-            f"is {width}. A drafter without its own embedding needs the target's width.{trained_for}"
+            f"The drafter has hidden size {config.hidden_size} and borrows {' and '.join(borrowed)} of {name}, whose "
+            f"width is {width}. A drafter without both of its own needs the target's width.{trained_for}"
         )
     for layer_id in config.target_layer_ids:
         if layer_id >= text.num_hidden_layers:
@@ -237,12 +259,12 @@ def check_compatibility(config: DFlashConfig, target: nn.Module) -> None:
                 f"The drafter taps target layer {layer_id}, but {name} has {text.num_hidden_layers} layers (ids 0 to "
                 f"{text.num_hidden_layers - 1}). Use the drafter with the target it was trained for.{trained_for}"
             )
-    if config.mask_token_id >= rows:
+    if not config.own_embedding and config.mask_token_id >= rows:
         raise TargetMismatchError(
             f"mask_token_id {config.mask_token_id} is outside the embedding of {name} ({rows} rows). The drafter was "
             f"trained with a larger embedding; use the target it was trained for.{trained_for}"
         )
-    if abs(rows - config.vocab_size) >= VOCABULARY_PADDING:
+    if config.vocab_size is not None and abs(rows - config.vocab_size) >= VOCABULARY_PADDING:
         raise TargetMismatchError(
             f"The drafter was trained for a vocabulary of {config.vocab_size} tokens, but {name} has {rows}, which "
             f"padding (less than {VOCABULARY_PADDING} rows) does not explain. Their token ids differ; use the target "

@@ -17,6 +17,8 @@ LAYERS = [
         "checkpoints",
         "masks",
         "draft_cache",
+        "configuration_checks",
+        "inherited",
         "training.anchors",
         "training.attention",
         "training.curve",
@@ -26,7 +28,7 @@ LAYERS = [
         "training.muon",
         "model_card",
     },
-    {"modeling_dflash", "target"},
+    {"modeling_dflash", "convolution", "correction_heads", "loading", "target", "draft_head"},
     {"data", "generation", "training"},
     {"evaluation", "hub"},
     {"cli"},
@@ -107,11 +109,12 @@ def test_the_walk_sees_the_package():
     assert {"modeling_dflash", "target", "generation.decoding", "training.trainer", "cli.train"} <= set(sources)
     source, is_package = sources["generation.decoding"]
     found = imports_of(source, "generation.decoding", is_package=is_package, modules=set(sources))
-    assert {"errors", "modeling_dflash", "target", "generation.acceptance"} <= found
+    assert {"modeling_dflash", "target", "generation.acceptor"} <= found
     source, is_package = sources["checkpoints"]
     assert imports_of(source, "checkpoints", is_package=is_package, modules=set(sources)) == {
         "errors",
-        "checkpoints.zlab",
+        *(f"checkpoints.{name}" for name in ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators", "zlab")),
+        "checkpoints.refused",
     }
 
 

@@ -1,4 +1,4 @@
-"""The decoding loop: draft, verify, accept, roll back. One prompt at a time."""
+"""The decoding loop: draft, verify, accept, roll back."""
 
 from __future__ import annotations
 
@@ -8,48 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..errors import UnsupportedGenerationError
 from ..modeling_dflash import DFlashDraftModel
 from ..target import FeatureCapture, check_compatibility, position_limit
-from .acceptance import accept_greedy, accept_one, accept_sampled
+from .acceptor import Acceptor
 from .candidate_generator import DFlashCandidateGenerator
+from .kept_context import KeptContext, keep, recall
 from .outputs import OutputRecorder
 from .processors import Processors
-from .rollback import forget, prepare_for_rollback
+from .rollback import Rollback
+from .sequences import Sequences
 from .statistics import GenerationStats
+from .stopping import StopRule
 from .target_forward import TargetForward
 
 # Tokens that the buffers of a call have room for at first; they grow by doubling.
 _FIRST_ROOM = 1024
-
-
-class StopRule:
-    """Decides after which token to stop; EOS and lengths on the host, any other criterion on every accepted prefix.
-
-    Args:
-        criteria: prepared by `generate`.
-        max_length: of the generation config.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, max_length: int):
-        self.max_length = max_length
-        self.eos: set[int] = set()
-        self.others = StoppingCriteriaList()
-        for criterion in criteria:
-            if type(criterion) is MaxLengthCriteria:
-                self.max_length = min(self.max_length, criterion.max_length)
-            elif type(criterion) is EosTokenCriteria:
-                self.eos |= set(criterion.eos_token_id.flatten().tolist())
-            else:
-                self.others.append(criterion)
-
-    def __call__(self, sequence: torch.LongTensor, token: int, scores: tuple | None) -> bool:
-        """Whether generation ends with `token`, the last one of `sequence [1, n]`."""
-        if self.others and bool(self.others(sequence, scores).all()):
-            return True
-        return token in self.eos or sequence.shape[1] >= self.max_length
 
 
 class DFlashDecoding:
@@ -58,12 +32,13 @@ class DFlashDecoding:
     Args:
         target: the model that `generate` was called on.
         drafter: its draft model.
-        input_ids: `[1, L]`.
+        input_ids: `[b, L]`, padded on the left.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: prepared by `generate`.
+        synced_gpus: go on with forward passes until all processes have finished (sharded targets).
 
     Raises:
         TargetMismatchError: if drafter and target do not fit.
-        UnsupportedGenerationError: for more than one prompt, or a cache that cannot be cropped.
+        UnsupportedGenerationError: if the target keeps its state elsewhere than in a cache with layers.
     """
 
     def __init__(
@@ -77,25 +52,25 @@ class DFlashDecoding:
         generation_config: GenerationConfig,
         streamer: Any,
         model_kwargs: dict[str, Any],
+        synced_gpus: bool,
     ):
-        if input_ids.shape[0] != 1:
-            raise UnsupportedGenerationError(
-                f"Generation with a DFlash drafter takes one prompt at a time, got a batch of {input_ids.shape[0]} (a "
-                "batch of prompts, or num_return_sequences). Call generate once for each."
-            )
         check_compatibility(drafter.config, target)
+        batch_size = input_ids.shape[0]
         self.target, self.drafter = target, drafter
-        self.processors = Processors(logits_processor)
-        self.generation_config = generation_config
+        self.processors = Processors(logits_processor, batch_size=batch_size)
         self.do_sample = bool(generation_config.do_sample)
         self.streamer = streamer
-        self.stop = StopRule(stopping_criteria, generation_config.max_length)
-        self.recorder = OutputRecorder(generation_config)
-        self.stats = GenerationStats()
-        self.length = input_ids.shape[1]
-        self.prompt_length = self.length
+        self.synced_gpus = synced_gpus
+        self.stop = StopRule(
+            stopping_criteria,
+            max_length=generation_config.max_length,
+            pad_token_id=generation_config._pad_token_tensor,
+            batch_size=batch_size,
+        )
+        self.recorder = OutputRecorder(generation_config, batch_size=batch_size)
+        self.stats = GenerationStats(batch_size=batch_size)
+        self.sequences = Sequences(input_ids, room=_FIRST_ROOM)
         self.position_limit = position_limit(target)
-        self.ids = torch.cat([input_ids, input_ids.new_zeros((1, _FIRST_ROOM))], dim=1)
         self.capture = FeatureCapture(target, drafter.config.target_layer_ids)
         self.forward = TargetForward(
             target,
@@ -105,6 +80,10 @@ class DFlashDecoding:
             model_kwargs=model_kwargs,
             room=_FIRST_ROOM,
         )
+        # The caller may use it again: it has to hold all rows, and the drafter's context stays with it.
+        self.cache_is_kept = self.recorder.wanted or getattr(self.forward.cache, "_is_user_defined", False)
+        self.rows = list(range(batch_size))
+        self.pending = 0
 
     def run(self):
         """Generate; the ids, or the output object that `return_dict_in_generate` asks for."""
@@ -112,117 +91,200 @@ class DFlashDecoding:
         training = self.drafter.training
         self.drafter.eval()
         try:
-            with self.capture:
+            with self.capture, self.target._optimize_model_for_decode():
                 self._generate()
         finally:
             self.drafter.train(training)
-            self.stats.new_tokens = self.length - self.prompt_length
+            self.stats.new_tokens = sum(self.sequences.lengths) - len(self.sequences.lengths) * self._prompt_length
             self.stats.total_seconds = time.perf_counter() - started
             self.drafter.keep_generation_stats(self.stats)
         if self.streamer is not None:
             self.streamer.end()
-        return self.recorder.result(self.ids[:, : self.length], self.forward.cache)
+        return self.recorder.result(self.sequences.result(self.stop.pad_token), self.forward.cache)
+
+    @property
+    def _prompt_length(self) -> int:
+        return self.sequences.prompt_length
 
     def _generate(self) -> None:
-        generator = DFlashCandidateGenerator(
-            self.drafter, self.target, processors=self.processors, do_sample=self.do_sample
+        started = time.perf_counter()
+        batch_size = len(self.rows)
+        draft_cache, lengths = recall(self.forward.cache, self.drafter, batch_size=batch_size)
+        self.generator = DFlashCandidateGenerator(
+            self.drafter,
+            self.target,
+            processors=self.processors,
+            do_sample=self.do_sample,
+            batch_size=batch_size,
+            cache=draft_cache,
+            lengths=lengths,
         )
-        started = time.perf_counter()
         outputs = self.forward.prefill()
-        prepare_for_rollback(self.forward.cache)
-        features = self.capture.take(generator.device)
-        generator.add_context(features, self.forward.prompt_positions(features.shape[1]))
+        self.rollback = Rollback(self.forward.cache)
+        features = self.capture.take(self.generator.device)
+        positions, real = self.forward.prompt_positions(features.shape[1])
+        self.generator.add_context(features, positions, real=real)
         self.recorder.add_prefill(outputs)
+        self.acceptor = Acceptor(
+            self.sequences,
+            processors=self.processors,
+            stop=self.stop,
+            recorder=self.recorder,
+            streamer=self.streamer,
+            do_sample=self.do_sample,
+            in_step=batch_size > 1 and not self._rows_are_independent(),
+        )
         self.stats.prefill_seconds = time.perf_counter() - started
-        nothing = self.ids[:, :0]
-        _, stopped = self._accept(outputs.logits[:, -1:], nothing, None)
-        while not stopped:
-            # One row of each verification is the target's own token, so this never passes the maximum length.
-            budget = min(generator.max_proposals, self.stop.max_length - self.length - 1)
-            if self.position_limit is not None:
-                budget = max(min(budget, self.position_limit - self.length), 0)
-            stopped = self._round(generator, budget)
+        nothing = self.sequences.ids[:, :0]
+        self.acceptor(self.rows, logits=outputs.logits[:, -1:], draft=nothing, draft_scores=None)
+        del outputs
+        self._let_rows_leave()
+        while self._goes_on():
+            if not any(self.acceptor.live):  # only to keep other processes company
+                self.rollback.remember()
+                self._run_target(self.sequences.window(self.rows, self._newest(), 1), self._cached(), logits=1)
+                self.rollback.keep(ran=1, kept=0)
+            elif self.pending > self.generator.block_size:
+                self._replay()
+            else:
+                self._round()
+        if self.cache_is_kept:
+            self._finish_cache()
 
-    def _round(self, generator: DFlashCandidateGenerator, num_tokens: int) -> bool:
-        """Draft `num_tokens`, verify, accept, roll back; whether generation ends here."""
+    def _goes_on(self) -> bool:
+        finished = not any(self.acceptor.live)
+        if not self.synced_gpus:
+            return not finished
+        return self.target._has_unfinished_sequences(finished, True, device=self.sequences.ids.device)
+
+    def _rows_are_independent(self) -> bool:
+        """Whether each row may go as far as its own proposals are right."""
+        return (
+            self.stop.per_row
+            and self.processors.per_row
+            and self.streamer is None
+            and not self.recorder.of_positions
+            and self.rollback.movable
+            and self.forward.has_mask
+            # A static cache that is returned has its rows where plain generation puts them.
+            and (self.rollback.rows_may_leave or not self.cache_is_kept)
+        )
+
+    def _newest(self) -> list[int]:
+        """Column of the newest token of each row in computation: the anchor, which the target has not run on."""
+        return [self.sequences.lengths[row] - 1 for row in self.rows]
+
+    def _cached(self) -> list[int]:
+        """Generated tokens of each row in computation that the target's cache holds."""
+        cached = [newest - self._prompt_length - self.pending for newest in self._newest()]
+        if self.cache_is_kept or not any(self.acceptor.live):
+            return cached
+        # What a row that has ended would need beyond the others is not kept.
+        longest = max(count for count, row in zip(cached, self.rows) if self.acceptor.live[row])
+        return [min(count, longest) for count in cached]
+
+    def _budget(self) -> int:
+        """How many tokens to propose: never past the maximum length, or the target's table of positions."""
+        lengths = [self.sequences.lengths[row] for row in self.rows if self.acceptor.live[row]]
+        # One row of each verification is the target's own token. A static cache has no room past the maximum length;
+        # elsewhere a row that has less left just stops earlier.
+        nearest = min(lengths) if self.rollback.rows_may_leave else max(lengths)
+        budget = min(self.generator.num_proposals, self.stop.max_length - nearest - 1)
+        if self.position_limit is not None:
+            budget = min(budget, self.position_limit - max(lengths))
+        return max(budget, 0)
+
+    def _run_target(self, ids: torch.LongTensor, cached: list[int], *, logits: int) -> Any:
         started = time.perf_counter()
-        if self.length + num_tokens + 1 > self.ids.shape[1]:
-            self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)], dim=1)
-        sequence, draft_scores = self.ids[:, : self.length], None
-        if num_tokens > 0:
-            sequence, draft_scores = generator.get_candidates(sequence, num_tokens)
-        drafted = time.perf_counter()
-        done = self.length - self.prompt_length - 1  # the newest token is not in the cache yet
-        outputs = self.forward.verify(sequence, done)
-        verified = time.perf_counter()
-        self.stats.draft_seconds += drafted - started
-        self.stats.verify_seconds += verified - drafted
-        kept, stopped = self._accept(outputs.logits, sequence[:, self.length :], draft_scores)
-        self.recorder.add_round(outputs, cache=self.forward.cache, kept=kept, rows=num_tokens + 1)
-        self.stats.proposed.append(num_tokens)
-        self.stats.produced.append(kept)
-        # The anchor and the accepted proposals stay; the newest token has not been run.
-        forget(self.forward.cache, num_tokens + 1 - kept)
-        if not stopped:
-            features = self.capture.take(generator.device)[:, :kept]
-            generator.add_context(features, self.forward.new_positions(done, kept))
-        return stopped
+        outputs = self.forward.verify(ids, cached, logits=logits)
+        self.stats.verify_seconds += time.perf_counter() - started
+        return outputs
 
-    def _accept(
-        self, logits: torch.Tensor, draft: torch.LongTensor, draft_scores: torch.Tensor | None
-    ) -> tuple[int, bool]:
-        """Append the tokens that this verification gives; how many, and whether one of them ends the generation.
+    def _replay(self) -> None:
+        """Run accepted tokens again that were taken out of a recurrent state with the rejected ones."""
+        starts = [newest - self.pending for newest in self._newest()]
+        self._run_target(self.sequences.window(self.rows, starts, self.pending), self._cached(), logits=1)
+        self.rollback.keep(ran=self.pending, kept=self.pending)
+        self.stats.replays += 1
+        self.stats.replayed_tokens += self.pending
+        self.pending = 0
 
-        Args:
-            logits: `[1, k + 1, V]`.
-            draft: `[1, k]`.
-            draft_scores: `[1, k, V]` when sampling.
-        """
-        if not self.processors.rowwise:
-            return self._accept_in_order(logits, draft, draft_scores)
-        prefix = self.ids[:, : self.length]
-        raw = logits.to(device=self.ids.device)
-        plain_greedy = not self.do_sample and not self.processors.all and not self.recorder.wanted
-        scores = raw if plain_greedy else self.processors.on_rows(prefix, raw.float(), draft=False)
-        if not self.do_sample:
-            (tokens,) = accept_greedy(draft=draft, scores=scores)
-        elif draft.shape[1]:
-            (tokens,) = accept_sampled(draft=draft, draft_scores=draft_scores, scores=scores)
-        else:
-            tokens = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1)[0].tolist()
-        self.ids[0, self.length : self.length + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
-        for count, token in enumerate(tokens, start=1):
-            if self._keep(token, scores[:, count - 1], raw[:, count - 1]):
-                return count, True
-        return len(tokens), False
+    def _round(self) -> None:
+        """Draft, verify, accept, roll back."""
+        started = time.perf_counter()
+        sequences, pending = self.sequences, self.pending
+        proposals, draft_scores = sequences.window(self.rows, self._newest(), 0), None
+        budget = self._budget()
+        if budget > 0:
+            proposals, draft_scores = self.generator.propose([sequences.prefix(row) for row in self.rows], budget)
+            budget = proposals.shape[1]
+        self.stats.draft_seconds += time.perf_counter() - started
+        sequences.reserve(budget + 1)
+        starts = [newest - pending for newest in self._newest()]
+        ids = torch.cat([sequences.window(self.rows, starts, pending + 1), proposals], dim=1)
+        cached = self._cached()
+        if budget > 0:
+            self.rollback.remember()
+        outputs = self._run_target(ids, cached, logits=budget + 1)
+        logits = outputs.logits[:, -budget - 1 :]
+        live = list(self.acceptor.live)
+        kept = self.acceptor(self.rows, logits=logits, draft=proposals, draft_scores=draft_scores)
+        produced = [count for count, row in zip(kept, self.rows) if live[row]]
+        self.stats.add_round(produced, proposed=budget)
+        if budget > 0:
+            self.generator.update_candidate_strategy(ids, None, num_matches=min(produced) - 1)
+        self.stats.replayed_tokens += pending * len(self.rows)
+        self.recorder.add_round(
+            outputs, cache=self.forward.cache, skip=pending, kept=kept[0], rows=pending + budget + 1
+        )
+        if any(self.acceptor.live) or self.cache_is_kept:
+            features = self.capture.take(self.generator.device)[:, pending : pending + max(kept)]
+            positions = self.forward.new_positions([start + pending for start in cached], max(kept))
+            self.generator.add_context(features, positions, counts=kept)
+        self._roll_back(cached, kept, ran=pending + budget + 1)
+        self._let_rows_leave()
 
-    def _accept_in_order(
-        self, logits: torch.Tensor, draft: torch.LongTensor, draft_scores: torch.Tensor | None
-    ) -> tuple[int, bool]:
-        """As `_accept`, position by position: a processor may keep state, so it sees accepted prefixes only."""
-        proposals: list[int | None] = [*draft[0].tolist(), None]
-        for row, proposal in enumerate(proposals):
-            raw = logits[:, row].to(device=self.ids.device, dtype=torch.float32, copy=True)
-            kept_logits = raw.clone() if self.recorder.logits is not None else raw
-            scores = self.processors.all(self.ids[:, : self.length], raw)
-            token, accepted = accept_one(
-                draft=proposal,
-                draft_scores=None if draft_scores is None or proposal is None else draft_scores[0, row],
-                scores=scores[0],
-                do_sample=self.do_sample,
+    def _roll_back(self, cached: list[int], kept: list[int], *, ran: int) -> None:
+        """The anchor and the accepted proposals of each row stay; its newest token has not been run."""
+        if min(kept) == max(kept):
+            self.pending = self.rollback.keep(ran=ran, kept=self.pending + kept[0])
+            return
+        end = self.forward.prompt_columns + max(cached)
+        total = self.forward.prompt_columns + max(self._cached())
+        self.rollback.move(offsets=[end + count - total for count in kept], total=total)
+
+    def _let_rows_leave(self) -> None:
+        """Go on without the rows that have ended, where nothing needs them any more."""
+        live = [i for i, row in enumerate(self.rows) if self.acceptor.live[row]]
+        if (
+            self.acceptor.in_step
+            or self.cache_is_kept
+            or not (self.rollback.rows_may_leave and self.forward.rows_may_leave)
+            or len(live) in (0, len(self.rows))
+        ):
+            return
+        end = self.forward.cache.get_seq_length()
+        self.rows = [self.rows[i] for i in live]
+        total = self.forward.prompt_columns + max(self._cached())
+        self.rollback.move(offsets=[end - total] * len(live), total=total, rows=live)
+        self.forward.select(live)
+        self.generator.select(live)
+
+    def _finish_cache(self) -> None:
+        """Leave the target's cache as plain generation would, and the drafter's context with it."""
+        if self.pending:
+            self._replay()
+        cached = self._cached()
+        if min(cached) < max(cached):
+            total = self.forward.prompt_columns + max(cached)
+            self.rollback.move(offsets=[max(cached) - count for count in cached], total=total)
+        cache = self.forward.cache
+        if not all(getattr(cache, "is_linear", [False])):  # a recurrent state alone has no columns
+            self.generator.flush()
+            context = KeptContext(
+                self.drafter,
+                cache=self.generator.cache,
+                lengths=self.generator.lengths,
+                columns=int(cache.get_seq_length()),
             )
-            self.ids[0, self.length] = token
-            if self._keep(token, scores, kept_logits):
-                return row + 1, True
-            if not accepted:
-                return row + 1, False
-        return len(proposals), False
-
-    def _keep(self, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Count, record and stream one token that is in `ids` already; whether generation ends with it."""
-        self.length += 1
-        self.recorder.add_token(scores, logits.float() if self.recorder.logits is not None else logits)
-        stopped = self.stop(self.ids[:, : self.length], token, self.recorder.scores)
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor([token]))
-        return stopped
+            keep(cache, context)

@@ -81,11 +81,6 @@ def _wrap_decoding(original):
                 assistant_model=assistant_model,
                 **kwargs,
             )
-        if synced_gpus:
-            raise UnsupportedGenerationError(
-                "synced_gpus=True (ZeRO-3, FSDP) cannot be combined with a DFlash drafter. Pass synced_gpus=False on a "
-                "target that is not sharded."
-            )
         model_kwargs = {key: value for key, value in kwargs.items() if key not in ("assistant_tokenizer", "tokenizer")}
         decoding = DFlashDecoding(
             self,
@@ -96,6 +91,7 @@ def _wrap_decoding(original):
             generation_config=generation_config,
             streamer=streamer,
             model_kwargs=model_kwargs,
+            synced_gpus=synced_gpus,
         )
         return decoding.run()
 
@@ -109,8 +105,10 @@ def _wrap_validation(original):
         if drafter is None or _wants_stock_loop(generation_config):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         _validate(self, generation_mode, generation_config)
+        # What is left to check are the rules of plain generation, which this takes the place of.
+        plain = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
-        return original(self, generation_mode, generation_config, others)
+        return original(self, plain, generation_config, others)
 
     return _validate_generation_mode
 
@@ -138,14 +136,4 @@ def _validate(target, generation_mode, generation_config) -> None:
         raise UnsupportedGenerationError(
             f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens} and assistant_model both propose "
             "tokens. Pass one of them."
-        )
-    if generation_config.num_return_sequences > 1:
-        raise UnsupportedGenerationError(
-            f"num_return_sequences is {generation_config.num_return_sequences}; generation with a DFlash drafter "
-            "returns one sequence a call. Call generate once for each."
-        )
-    if target._is_stateful:
-        raise UnsupportedGenerationError(
-            f"{type(target).__name__} keeps a recurrent state that cannot forget rejected tokens. Generate without "
-            "assistant_model."
         )

@@ -15,21 +15,37 @@ class OutputRecorder:
 
     Args:
         generation_config: says which are wanted.
+        batch_size: b.
     """
 
-    def __init__(self, generation_config: GenerationConfig):
+    def __init__(self, generation_config: GenerationConfig, *, batch_size: int):
         self.wanted = bool(generation_config.return_dict_in_generate)
-        self.scores: tuple | None = () if self.wanted and generation_config.output_scores else None
-        self.logits: tuple | None = () if self.wanted and generation_config.output_logits else None
+        self.wants_scores = bool(self.wanted and generation_config.output_scores)
+        self.wants_logits = bool(self.wanted and generation_config.output_logits)
         self.attentions: tuple | None = () if self.wanted and generation_config.output_attentions else None
         self.hidden_states: tuple | None = () if self.wanted and generation_config.output_hidden_states else None
+        self._shown: tuple = ()
+        self._scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self._logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
-    def add_token(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Scores after processors and raw logits `[1, V]` of one kept token."""
-        if self.scores is not None:
-            self.scores += (scores,)
-        if self.logits is not None:
-            self.logits += (logits,)
+    @property
+    def of_positions(self) -> bool:
+        """Whether states of each position are wanted, which rows of different progress cannot share."""
+        return self.attentions is not None or self.hidden_states is not None
+
+    def add_token(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Scores after processors and raw logits `[V]` of one kept token."""
+        if self.wants_scores:
+            self._scores[row].append(scores.clone())  # a view would keep the rejected rows alive
+        if self.wants_logits:
+            self._logits[row].append(logits.to(dtype=torch.float32, copy=True))
+
+    def scores_so_far(self) -> tuple | None:
+        """What plain generation shows to a stopping criterion: scores `[b, V]` of each token of rows in step."""
+        if not self.wants_scores:
+            return None
+        self._shown += tuple(torch.stack(step) for step in zip(*(row[len(self._shown) :] for row in self._scores)))
+        return self._shown
 
     def add_prefill(self, outputs: Any) -> None:
         """States of the forward pass over the prompt."""
@@ -38,16 +54,19 @@ class OutputRecorder:
         if self.hidden_states is not None:
             self.hidden_states += (outputs.hidden_states,)
 
-    def add_round(self, outputs: Any, *, cache: Any, kept: int, rows: int) -> None:
-        """States of the first `kept` of `rows` verified positions, one tuple of layers a position.
+    def add_round(self, outputs: Any, *, cache: Any, skip: int, kept: int, rows: int) -> None:
+        """States of kept positions, one tuple of layers a position.
 
         Args:
+            skip: positions that the forward pass ran again.
+            kept: positions after these.
+            rows: all positions of the forward pass.
             outputs: of the target's forward pass over the block.
             cache: the target's, before the rollback.
         """
         if self.hidden_states is not None:
             self.hidden_states += tuple(
-                tuple(layer[:, row : row + 1] for layer in outputs.hidden_states) for row in range(kept)
+                tuple(layer[:, row : row + 1] for layer in outputs.hidden_states) for row in range(skip, skip + kept)
             )
         if self.attentions is not None:
             self.attentions += tuple(
@@ -55,7 +74,7 @@ class OutputRecorder:
                     None if weights is None else _weights_of_step(weights, row, rows, layer)
                     for weights, layer in zip(outputs.attentions, cache.layers)
                 )
-                for row in range(kept)
+                for row in range(skip, skip + kept)
             )
 
     def result(self, sequences: torch.LongTensor, cache: Any):
@@ -65,12 +84,21 @@ class OutputRecorder:
         names = {item.name for item in fields(GenerateDecoderOnlyOutput)}
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=self.scores,
-            logits=self.logits,
+            scores=_steps(self._scores) if self.wants_scores else None,
+            logits=_steps(self._logits) if self.wants_logits else None,
             attentions=self.attentions,
             hidden_states=self.hidden_states,
             **{"cache" if "cache" in names else "past_key_values": cache},
         )
+
+
+def _steps(rows: list[list[torch.Tensor]]) -> tuple:
+    """Per row lists of `[V]` -> one `[n, V]` a step; zeros where a row had ended."""
+    longest = max(map(len, rows))
+    return tuple(
+        torch.stack([row[step] if step < len(row) else torch.zeros_like(row[0]) for row in rows])
+        for step in range(longest)
+    )
 
 
 def _weights_of_step(weights: torch.Tensor, row: int, rows: int, cache_layer: Any) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -23,9 +25,7 @@ _ROWWISE = (
 # Functions of the prefix and the row, without state: they may also run on prefixes that are later rejected.
 _PREFIX = (
     "RepetitionPenaltyLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
-    "EncoderNoRepeatNGramLogitsProcessor",
     "NoBadWordsLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "MinLengthLogitsProcessor",
@@ -35,6 +35,8 @@ _PREFIX = (
     "ExponentialDecayLengthPenalty",
     "SuppressTokensAtBeginLogitsProcessor",
 )
+# The same, but they hold the prompts of the whole batch, so rows cannot be shown to them one at a time.
+_BATCH_PREFIX = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
 
 
 def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
@@ -43,6 +45,7 @@ def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
 
 ROWWISE_CLASSES = _classes(_ROWWISE)
 PREFIX_CLASSES = _classes(_PREFIX)
+BATCH_PREFIX_CLASSES = _classes(_BATCH_PREFIX)
 
 
 class Processors:
@@ -50,20 +53,52 @@ class Processors:
 
     Args:
         processors: what `generate` prepared for the target.
+        batch_size: b.
+
+    Attributes:
+        all: the list itself.
+        draft: those that draft logits see.
+        rowwise, draft_rowwise: whether these look at a row of scores alone.
+        per_row: whether rows may be shown to them apart from each other.
     """
 
-    def __init__(self, processors: LogitsProcessorList):
+    def __init__(self, processors: LogitsProcessorList, *, batch_size: int):
         self.all = processors
+        self.batch_size = batch_size
+        self._of_row: dict[tuple[int, bool], LogitsProcessorList] = {}
         self.rowwise = all(type(processor) in ROWWISE_CLASSES for processor in processors)
         pure = ROWWISE_CLASSES + PREFIX_CLASSES
+        self.per_row = all(type(processor) in pure for processor in processors)
+        if batch_size == 1:
+            pure += BATCH_PREFIX_CLASSES
+            self.per_row = True
         # Draft logits see the processors without state only; any q keeps the output exact.
         self.draft = LogitsProcessorList(processor for processor in processors if type(processor) in pure)
         self.draft_rowwise = all(type(processor) in ROWWISE_CLASSES for processor in self.draft)
 
-    def on_rows(self, input_ids: torch.LongTensor, logits: torch.Tensor, *, draft: bool) -> torch.Tensor:
+    def of_row(self, row: int, *, draft: bool) -> LogitsProcessorList:
+        """The processors for ids `[1, n]` of one row of the batch."""
+        processors = self.draft if draft else self.all
+        if self.batch_size == 1:
+            return processors
+        if (row, draft) not in self._of_row:
+            self._of_row[row, draft] = LogitsProcessorList(_for_row(processor, row) for processor in processors)
+        return self._of_row[row, draft]
+
+    def on_rows(self, logits: torch.Tensor, *, draft: bool) -> torch.Tensor:
         """All positions at once; only for row-wise processors. fp32 `logits [b, n, V]` -> scores `[b, n, V]`."""
         processors = self.draft if draft else self.all
         if not processors:
             return logits
-        rows = input_ids.repeat_interleave(logits.shape[1], dim=0)
-        return processors(rows, logits.flatten(0, 1)).view_as(logits)
+        rows = logits.flatten(0, 1)
+        no_prefix = torch.empty((rows.shape[0], 0), dtype=torch.long, device=rows.device)  # none of them looks at it
+        return processors(no_prefix, rows).view_as(logits)
+
+
+def _for_row(processor: hf.LogitsProcessor, row: int) -> hf.LogitsProcessor:
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    alone = copy.copy(processor)  # a repetition penalty that knows the padding of each row
+    alone.prompt_ignore_length = ignored[row : row + 1]
+    return alone

@@ -4,27 +4,139 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
 from ..errors import UnsupportedGenerationError
 
+# Layers whose rows can be moved apart from each other.
+_MOVABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
 
-def prepare_for_rollback(cache: Any) -> None:
-    """Let sliding layers keep what a rollback needs. Called after the prefill, which may drop its own tail.
+
+class Rollback:
+    """Takes a target's cache back to the tokens that were accepted.
+
+    Attention layers are cropped. Layers that cannot be (a recurrent state, a quantised layer, a static layer that rolls
+    over) are put back to the state before the verification, and the accepted tokens are run again, together with the
+    next verification.
+
+    Args:
+        cache: the target's, after the prefill (which may drop its own tail: sliding layers keep what a rollback needs
+            from now on).
 
     Raises:
-        UnsupportedGenerationError: if the cache cannot be cropped.
+        UnsupportedGenerationError: if the target keeps its state elsewhere.
+
+    Attributes:
+        replays: whether a rejection makes accepted tokens run again.
+        movable: whether rows may keep different numbers of tokens.
+        rows_may_leave: whether rows may be taken out of the cache.
     """
-    croppable = getattr(cache, "is_croppable", hasattr(cache, "crop"))
-    if not croppable:
-        raise UnsupportedGenerationError(
-            f"The target's {type(cache).__name__} cannot forget rejected tokens (it holds a recurrent state, a "
-            "quantised layer or a static layer: sliding ones, before transformers 5.24 all). Use the default dynamic "
-            "cache, a target whose cache can be cropped, or generate "
-            "without assistant_model."
-        )
-    if hasattr(cache, "activate_past_recording"):
-        cache.activate_past_recording()
+
+    def __init__(self, cache: Any):
+        layers = [layer for layer in getattr(cache, "layers", []) if not _is_empty(layer)]
+        self.cache = cache
+        self._stateful = [layer for layer in layers if not getattr(layer, "is_croppable", False)]
+        self._croppable = [layer for layer in layers if getattr(layer, "is_croppable", False)]
+        if not layers or any(type(layer) is StaticLayer for layer in self._stateful):
+            raise UnsupportedGenerationError(
+                f"The target's {type(cache).__name__} cannot forget rejected tokens: it has no layers to look into, or "
+                "is static, before transformers 5.24. Use the default dynamic cache, or generate without "
+                "assistant_model."
+            )
+        for layer in self._croppable:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        self.replays = bool(self._stateful)
+        self.movable = all(type(layer) in _MOVABLE for layer in layers)
+        self.rows_may_leave = self.movable and not any(type(layer) is StaticLayer for layer in layers)
+        self._layers = layers
+        self._saved: list[dict[str, Any]] = []
+        self._saved_cache: dict[str, Any] = {}
+
+    def remember(self) -> None:
+        """Called before a verification with proposals."""
+        if self._stateful:
+            self._saved = [_snapshot(layer) for layer in self._stateful]
+            self._saved_cache = {name: _copy(value) for name, value in vars(self.cache).items() if name != "layers"}
+
+    def keep(self, *, ran: int, kept: int) -> int:
+        """Keep the first `kept` of the `ran` newest tokens of every row; returns how many must be run again.
+
+        Called with all of them too: a sliding layer that recorded its past shrinks when it is cropped.
+        """
+        undo = self.replays and kept < ran
+        for layer in self._croppable:
+            layer.crop(-ran if undo else kept - ran)
+        if undo:
+            for layer, saved in zip(self._stateful, self._saved):
+                vars(layer).update(saved)
+            vars(self.cache).update(self._saved_cache)
+        self._saved, self._saved_cache = [], {}
+        return kept if undo else 0
+
+    def move(self, *, offsets: list[int], total: int, rows: list[int] | None = None) -> None:
+        """Let column j of each row hold what its column `j + offset` held.
+
+        Args:
+            offsets: one a row; columns that come from outside are filled with something finite, to be masked.
+            total: columns afterwards.
+            rows: those that stay, as indices into the cache's rows; None for all of them. `offsets` are theirs.
+        """
+        for layer in self._layers:
+            if type(layer) is StaticLayer:
+                _move_in_place(layer, offsets, total)
+                continue
+            end, held = layer.get_seq_length(), layer.keys.shape[-2]
+            keep = total
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                keep = min(total, layer.sliding_window - 1)
+                layer.cumulative_length = total
+            starts = [total - keep + offset - (end - held) for offset in offsets]
+            layer.keys = _columns(layer.keys, starts, keep, rows)
+            layer.values = _columns(layer.values, starts, keep, rows)
 
 
-def forget(cache: Any, count: int) -> None:
-    """Remove the newest `count` rows. Called with 0 too: a sliding layer that recorded its past shrinks on `crop`."""
-    cache.crop(-count)
+def _is_empty(layer: Any) -> bool:
+    """A layer without a cache of its own: one that shares another's, or none at all."""
+    return type(layer).__name__ == "DummyLayer" or (
+        isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states") and not layer.is_initialized
+    )
+
+
+def _columns(states: torch.Tensor, starts: list[int], count: int, rows: list[int] | None) -> torch.Tensor:
+    """`count` columns from `starts[i]` on of each row: `[b, h, n, d]` -> `[len(starts), h, count, d]`."""
+    held, start = states.shape[-2], starts[0]
+    if min(starts) == max(starts) and start >= 0 and start + count <= held:
+        states = states[:, :, start : start + count]
+        return states if rows is None else states[torch.tensor(rows, device=states.device)]
+    device = states.device
+    columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+    which = torch.arange(states.shape[0], device=device) if rows is None else torch.tensor(rows, device=device)
+    return states[which[:, None], :, columns.clamp(0, held - 1)].transpose(1, 2)
+
+
+def _move_in_place(layer: StaticLayer, offsets: list[int], total: int) -> None:
+    if any(offsets):
+        for states in (layer.keys, layer.values):
+            # A copy first: source and destination overlap.
+            states[:, :, :total] = _columns(states, offsets, total, None).clone()
+    layer.cumulative_length.fill_(total)
+
+
+def _snapshot(layer: Any) -> dict[str, Any]:
+    # A dynamic layer replaces its keys and values and never writes into them; a static one writes new tokens over
+    # rejected ones. Other states are written in place.
+    rolls_over = isinstance(layer, StaticLayer) and layer.is_sliding
+    shared = ("keys", "values") if isinstance(layer, (DynamicLayer, StaticLayer)) and not rolls_over else ()
+    return {name: value if name in shared else _copy(value) for name, value in vars(layer).items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item) for item in value)
+    return value

@@ -12,13 +12,21 @@ class GenerationStats:
     Seconds are host time: on an accelerator a phase's work may be waited for in the next one; the total is exact.
 
     Attributes:
-        proposed: draft tokens sent to the target, one entry a verification.
+        batch_size: rows of the call.
+        rounds: target verifications, steps without a proposal included. Rows of a batch share them.
+        proposed: draft tokens of one row sent to the target, one entry a row and round.
         produced: tokens kept from it, bonus token included.
+        replays: further target forward passes, over tokens that a recurrent state had to forget with rejected ones.
+        replayed_tokens: tokens that the target ran on again, those that rode along with a verification included.
         new_tokens: all tokens of the call, the one of the prefill included.
         prefill_seconds, draft_seconds, verify_seconds, total_seconds: `verify` is the target's forward passes;
             the rest of the total is acceptance, rollback and bookkeeping.
     """
 
+    batch_size: int = 1
+    rounds: int = 0
+    replays: int = 0
+    replayed_tokens: int = 0
     proposed: list[int] = field(default_factory=list)
     produced: list[int] = field(default_factory=list)
     new_tokens: int = 0
@@ -27,14 +35,15 @@ class GenerationStats:
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
 
-    @property
-    def rounds(self) -> int:
-        """Target verifications, steps without a proposal included."""
-        return len(self.produced)
+    def add_round(self, kept: list[int], *, proposed: int) -> None:
+        """Count a verification of `proposed` tokens in each row, of which `kept` were produced."""
+        self.rounds += 1
+        self.produced.extend(kept)
+        self.proposed.extend([proposed] * len(kept))
 
     @property
     def acceptance_lengths(self) -> list[int]:
-        """Tokens produced by each verification, in order."""
+        """Tokens that each verification produced in each row, in order."""
         return list(self.produced)
 
     @property

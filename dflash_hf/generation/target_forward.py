@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,34 +16,50 @@ from ..target import FeatureCapture
 _CACHE_NAMES = ("cache", "past_key_values")
 
 
-def cache_key(model_kwargs: dict[str, Any]) -> str:
-    """The name under which this transformers version passes the cache.
+def cache_key(target: nn.Module, model_kwargs: dict[str, Any]) -> str:
+    """The name under which a target takes its cache in this transformers version.
 
     Raises:
-        UnsupportedGenerationError: if the target runs without a cache.
+        UnsupportedGenerationError: if it runs without a cache.
     """
+    parameters = inspect.signature(target.forward).parameters
     for name in _CACHE_NAMES:
-        if model_kwargs.get(name) is not None:
+        # Some targets make a cache of their own in their first forward pass.
+        if model_kwargs.get(name) is not None or (name in parameters and model_kwargs.get("use_cache")):
             return name
-    raise UnsupportedGenerationError(
-        "Generation with a DFlash drafter needs the target's key-value cache, but there is none: the call or the "
-        "target's config says use_cache=False, or the target keeps no cache. Set use_cache=True."
+    raise no_cache(target)
+
+
+def no_cache(target: nn.Module) -> UnsupportedGenerationError:
+    """The error for a target that runs without a cache."""
+    return UnsupportedGenerationError(
+        f"Generation with a DFlash drafter needs the target's key-value cache, but {type(target).__name__} has none: "
+        "the call or the target's config says use_cache=False, or the target keeps no cache. Set use_cache=True, or "
+        "generate without assistant_model."
     )
+
+
+# What every target's forward takes, in the form that this class gives it.
+_PLAIN_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *_CACHE_NAMES}
 
 
 class TargetForward:
     """Runs the target with what `generate` prepared.
 
-    Positions and mask of all tokens to come are laid out once; a round slices them. Targets that prepare their inputs
-    in a way of their own are asked to.
+    Positions and mask of all tokens to come are laid out once; a round slices them, or gathers them where rows have
+    different lengths. Then the cache holds them with padding on their left, as it holds prompts of different length.
+    Targets that prepare their inputs in a way of their own, or take more than ids, are asked to.
 
     Args:
         target: the model.
         capture: entered hooks on it.
-        input_ids: `[1, L]` prompt.
+        input_ids: `[b, L]` prompts.
         generation_config: prepared by `generate`.
         model_kwargs: prepared by `generate`.
         room: tokens after the prompt that positions and mask are laid out for at first; it doubles as needed.
+
+    Attributes:
+        rows_may_leave: whether rows may be taken out by `select`: all inputs are known row by row.
     """
 
     def __init__(
@@ -60,19 +77,28 @@ class TargetForward:
         self.input_ids = input_ids
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
-        self.key = cache_key(model_kwargs)
+        self.key = cache_key(target, model_kwargs)
         self._room = room
-        self._prompt_length = input_ids.shape[1]
-        # Extra tensors that grow with the sequence are left to the target's own preparation.
+        others = [value for name, value in model_kwargs.items() if name not in _PLAIN_INPUTS]
+        self.rows_may_leave = not any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
         own = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-        compileable = getattr(model_kwargs[self.key], "is_compileable", False)
-        grows = any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
-        self._general = own or compileable or grows
+        compileable = getattr(self.cache, "is_compileable", False)
+        self._general = own or compileable or not self.rows_may_leave
+
+    @property
+    def prompt_columns(self) -> int:
+        """Columns of the prompt, what a given cache held before it included; for targets that take a mask."""
+        return self._masked
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether padding can be told to the target; known after the prefill."""
+        return self._mask is not None
 
     @property
     def cache(self) -> Any:
-        """The target's cache."""
-        return self.model_kwargs[self.key]
+        """The target's cache; None before the prefill of a target that makes its own."""
+        return self.model_kwargs.get(self.key)
 
     def prefill(self) -> Any:
         """Run the prompt (or what a given cache lacks of it); the model's outputs, logits of the last position only."""
@@ -80,81 +106,115 @@ class TargetForward:
             self.model_kwargs["logits_to_keep"] = 1
         with self.capture.recording():
             outputs = self.target._prefill(self.input_ids, self.generation_config, self.model_kwargs)
-        self.model_kwargs[self.key] = outputs[self.key]
+        self.model_kwargs[self.key] = outputs.get(self.key)
+        if self.cache is None:
+            raise no_cache(self.target)
+        self._start = {name: self.model_kwargs.get(name) for name in ("position_ids", "attention_mask")}
         self._lay_out()
         return outputs
 
     def _lay_out(self) -> None:
         device = self.input_ids.device
         ahead = torch.arange(self._room + 1, device=device)
-        position_ids = self.model_kwargs.get("position_ids")
-        mask = self.model_kwargs.get("attention_mask")
-        if position_ids is not None:
-            self._positions = position_ids[..., -1:] + 1 + ahead
-            seen = position_ids[0] if position_ids.dim() == 3 else position_ids
-        else:  # a target that derives its positions itself: count real tokens
+        position_ids, mask = self._start["position_ids"], self._start["attention_mask"]
+        self._positions = None if position_ids is None else position_ids[..., -1:] + 1 + ahead
+        if position_ids is not None and position_ids.dim() == 2:
+            seen = position_ids
+        else:  # a target that counts itself, or has several positions a token: count real tokens
             counted = torch.ones_like(self.input_ids) if mask is None else mask
             seen = counted.cumsum(-1) - 1
-            self._positions = None
-        self.drafter_positions = torch.cat([seen, seen[:, -1:] + 1 + ahead], dim=1)
+        seen = seen.expand(self.input_ids.shape[0], -1)
+        self._drafter_positions = torch.cat([seen, seen[:, -1:] + 1 + ahead], dim=1)
         self._seen = seen.shape[1]
-        self._mask = None
+        self._mask, self._masked = None, 0
         if mask is not None:
             self._mask = torch.cat([mask, mask.new_ones((mask.shape[0], self._room + 1))], dim=1)
+            self._masked = mask.shape[1]
 
-    def prompt_positions(self, count: int) -> torch.LongTensor:
-        """Positions `[1, count]` of the last `count` prompt tokens."""
-        return self.drafter_positions[:, self._seen - count : self._seen]
+    def prompt_positions(self, count: int) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
+        """Positions `[b, count]` of the last `count` prompt tokens, and which of them are real (None: all)."""
+        positions = self._drafter_positions[:, self._seen - count : self._seen]
+        if self._mask is None:
+            return positions, None
+        real = self._mask[:, self._masked - count : self._masked].bool()
+        return positions, None if bool(real.all()) else real
 
-    def new_positions(self, start: int, count: int) -> torch.LongTensor:
-        """Positions `[1, count]` of generated tokens `start, start + 1, ...` (0 is the first generated one)."""
-        return self.drafter_positions[:, self._seen + start : self._seen + start + count]
+    def new_positions(self, starts: list[int], count: int) -> torch.LongTensor:
+        """Positions `[n, count]` of generated tokens from `starts[i]` on (0 is the first generated one)."""
+        return self._of_rows(self._drafter_positions[:, self._seen :], starts, count)
 
-    def verify(self, sequence: torch.LongTensor, start: int) -> Any:
-        """Run the target on the last tokens of a sequence.
+    @staticmethod
+    def _of_rows(values: torch.Tensor, starts: list[int], count: int) -> torch.Tensor:
+        """`count` columns from `starts[i]` on of each row of `values [..., n or 1, m]`."""
+        start = starts[0]
+        if min(starts) == max(starts):
+            return values[..., start : start + count]
+        columns = torch.tensor(starts, device=values.device)[:, None] + torch.arange(count, device=values.device)
+        values = values.expand(*values.shape[:-2], len(starts), values.shape[-1])
+        return values.gather(-1, columns.expand(*values.shape[:-1], count))
+
+    def _mask_of_rows(self, starts: list[int], count: int) -> torch.Tensor:
+        """Mask `[n, m]`: what is in the cache, padded on the left, and `count` tokens after it."""
+        longest = max(starts)
+        total = self._masked + longest + count
+        if min(starts) == longest:
+            return self._mask[:, :total]
+        shift = torch.tensor([longest - start for start in starts], device=self._mask.device)[:, None]
+        columns = torch.arange(total, device=self._mask.device) - shift
+        return self._mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these rows only; the cache is the caller's to change."""
+        index = torch.tensor(rows, device=self.input_ids.device)
+        self.input_ids = self.input_ids[index]
+        for name, value in self._start.items():
+            if value is not None:
+                dim = value.dim() - 2
+                self._start[name] = value if value.shape[dim] == 1 else value.index_select(dim, index)
+        self._lay_out()
+
+    def verify(self, ids: torch.LongTensor, starts: list[int], *, logits: int) -> Any:
+        """Run the target on the tokens after what the cache holds.
 
         Args:
-            sequence: `[1, L + start + m]`: prompt, generated tokens, proposals.
-            start: generated tokens that the cache holds already; the m from there on are run.
+            ids: `[n, m]`.
+            starts: generated tokens of each row that the cache holds already.
+            logits: how many positions need logits, the last ones.
 
         Returns:
-            the model's outputs; logits `[1, m, V]`.
+            the model's outputs; logits `[n, logits, V]` (or of more positions, the last ones being these).
         """
-        count = sequence.shape[1] - self._prompt_length - start
-        total = start + count
-        while total > self._room:
+        count = ids.shape[1]
+        while max(starts) + count > self._room:
             self._room *= 2
             self._lay_out()
-        inputs = {key: value for key, value in self.model_kwargs.items() if key != "attention_mask"}
+        inputs = {
+            key: value for key, value in self.model_kwargs.items() if key not in ("attention_mask", "position_ids")
+        }
         if self._mask is not None:
-            inputs["attention_mask"] = self._mask[:, : self._mask.shape[1] - self._room - 1 + total]
+            inputs["attention_mask"] = self._mask_of_rows(starts, count)
+        if self._positions is not None:
+            inputs["position_ids"] = self._of_rows(self._positions, starts, count)
         if self._general:
-            inputs = self._prepared_by_target(sequence, inputs, count, total)
+            inputs = self._prepared_by_target(ids, inputs, count)
         else:
-            inputs["input_ids"] = sequence[:, -count:]
+            inputs["input_ids"] = ids
             inputs.pop("inputs_embeds", None)
-            if self._positions is not None:
-                inputs["position_ids"] = self._positions[..., start:total]
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count
+            inputs["logits_to_keep"] = logits
         with self.capture.recording():
             outputs = self.target(**inputs, return_dict=True)
         self.model_kwargs[self.key] = outputs[self.key]
         return outputs
 
-    def _prepared_by_target(
-        self, sequence: torch.LongTensor, inputs: dict[str, Any], count: int, total: int
-    ) -> dict[str, Any]:
-        if self._positions is not None:
-            inputs["position_ids"] = torch.cat(
-                [self.model_kwargs["position_ids"], self._positions[..., :total]], dim=-1
-            )
-        for name, fill in (("token_type_ids", None), ("mm_token_type_ids", 0)):
+    def _prepared_by_target(self, ids: torch.LongTensor, inputs: dict[str, Any], count: int) -> dict[str, Any]:
+        # What grows with the sequence goes on as in plain generation: the last type, or plain text.
+        for name, fill in (("token_type_ids", None), ("mm_token_type_ids", 0), ("moe_mm_token_type_ids", 0)):
             values = inputs.get(name)
             if values is not None:
                 tail = values[:, -1:] if fill is None else torch.full_like(values[:, -1:], fill)
-                inputs[name] = torch.cat([values, tail.expand(-1, total)], dim=-1)
+                inputs[name] = tail.expand(-1, count)
         inputs.setdefault("attention_mask", None)
         return self.target.prepare_inputs_for_generation(
-            sequence, next_sequence_length=count, is_first_iteration=False, **inputs
+            ids, next_sequence_length=count, is_first_iteration=False, **inputs
         )

@@ -80,6 +80,7 @@ def build_collator(
         gamma=gamma,
         seed=args.data_seed if args.data_seed is not None else args.seed,
         weighting=args.loss_weighting,
+        first_slot=0 if config.sample_from_anchor else 1,
         contiguous_prefix=args.contiguous_prefix,
         frequent=frequent_tokens(train, args.loss_vocab_size) if restricted else None,
         negatives=args.loss_vocab_negatives,

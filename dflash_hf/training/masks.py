@@ -117,6 +117,7 @@ def training_masks(
             **shape,
             is_causal=config.layer_is_causal(config.layer_types.index(layer_type)),
             sliding_window=window,
+            window_rule=config.window_rule,
             document_ids=document_ids,
         )
         if implementation == IMPLEMENTATION:

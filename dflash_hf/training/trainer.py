@@ -31,6 +31,7 @@ from .metrics import RunningCounts, acceptance_metrics, count_blocks
 from .muon import MuonWithAdamW
 from .packing import keeps_documents_apart, states_of_batch
 from .reports import write_curve, write_training_card
+from .support import require_trainable
 
 
 class _TrainingRun(TrainerCallback):
@@ -97,6 +98,7 @@ class DFlashTrainer(Trainer):
         config = getattr(drafter, "config", None)
         if not isinstance(config, DFlashConfig):
             raise DFlashError(f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel.")
+        require_trainable(config)
         check_compatibility(config, target_model)
         target_name = target_model.config._name_or_path
         if not config.target_name_or_path and target_name and not Path(target_name).is_dir():
@@ -110,6 +112,7 @@ class DFlashTrainer(Trainer):
         if peft_config is not None:
             model = adapted(model, peft_config)
         self.drafter_config = config
+        self.first_slot = 0 if config.sample_from_anchor else 1
         self.decay_gamma = args.decay_gamma or default_gamma(config.block_size)
         self.attn_implementation = args.attn_implementation or default_implementation(
             args.device, attention_dropout=config.attention_dropout
@@ -156,7 +159,7 @@ class DFlashTrainer(Trainer):
         plain = copy.copy(config)
         plain.output_multiplier = plain.final_logit_softcapping = None
         self.target_head = OutputHead(self.target_model, plain)
-        self.counts = RunningCounts(places=config.block_size - 1, device=args.device)
+        self.counts = RunningCounts(places=config.block_size - self.first_slot, device=args.device)
 
     def _dataset(self, args: DFlashTrainingArguments, examples: Dataset | None, split: str) -> DrafterDataset | None:
         if examples is None:
@@ -230,7 +233,9 @@ class DFlashTrainer(Trainer):
             logits_of=logits_of,
             chunk_rows=self.args.head_chunk_rows,
             objective=self.args.objective,
-            target_rows=None if final_states is None else rows_before_labels(final_states, batch=inputs),
+            target_rows=None
+            if final_states is None
+            else rows_before_labels(final_states, batch=inputs, first_slot=self.first_slot),
             target_logits_of=target_logits_of,
         )
         weights = inputs["loss_weights"]
@@ -242,7 +247,7 @@ class DFlashTrainer(Trainer):
         hits = torch.zeros_like(supervised)
         hits.view(-1)[active] = losses.hits
         if model.training:
-            blocks = count_blocks(hits=hits, supervised=supervised, keep=inputs["keep"])
+            blocks = count_blocks(hits=hits, supervised=supervised, keep=inputs["keep"], first_slot=self.first_slot)
             self.counts.add(tokens=inputs["attention_mask"].sum(), counts=blocks)
         normaliser = inputs["loss_normaliser"] if num_items_in_batch is None else num_items_in_batch
         # A batch without any label has weight 0: its loss is 0, and every rank still takes part in the step.
@@ -303,7 +308,7 @@ class DFlashTrainer(Trainer):
         Whatever the training objective, the loss is the decayed cross-entropy of the data's tokens: runs compare.
         """
         model = self._wrap_model(self.model, training=False).eval()
-        places = self.drafter_config.block_size - 1
+        places = self.drafter_config.block_size - self.first_slot
         device = self.args.device
         exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         # loss sum, weight sum, examples; then BlockCounts
@@ -311,12 +316,14 @@ class DFlashTrainer(Trainer):
         for inputs in dataloader:
             inputs = self._prepare_inputs(inputs)
             labels = inputs["labels"]
-            weights = slot_weights(labels=labels, gamma=self.decay_gamma)
+            weights = slot_weights(labels=labels, gamma=self.decay_gamma, first_slot=self.first_slot)
             with torch.no_grad(), self.accelerator.autocast():
                 losses, active = self._evaluate_batch(model, inputs)
             hits = torch.zeros_like(labels, dtype=torch.bool)
             hits.view(-1)[active] = losses.hits
-            counts = count_blocks(hits=hits, supervised=labels != IGNORE, keep=inputs["keep"])
+            counts = count_blocks(
+                hits=hits, supervised=labels != IGNORE, keep=inputs["keep"], first_slot=self.first_slot
+            )
             loss = (losses.losses.to(exact) * weights.flatten()[active]).sum()
             examples = torch.tensor(len(labels), device=device)
             sums += torch.cat([torch.stack([loss, weights.sum(), examples]), counts.stacked()])

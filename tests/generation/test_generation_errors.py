@@ -7,17 +7,14 @@ import torch
 from conftest import tiny_drafter
 from generation_helpers import assisted, drafter_for, hook_count, plain, prompt, small_target
 from transformers import (
-    AutoModelForCausalLM,
     LlamaModel,
-    MambaConfig,
-    MistralConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, DFlashError
 from dflash_hf.errors import DFlashConfigError, TargetMismatchError, UnsupportedGenerationError
-from dflash_hf.generation.rollback import prepare_for_rollback
+from dflash_hf.generation.rollback import Rollback
 from dflash_hf.generation.target_forward import cache_key
 from dflash_hf.target import FeatureCapture, OutputHead, check_compatibility, decoder_layers
 
@@ -45,64 +42,11 @@ def message_of(error, call, *words):
     return text
 
 
-def test_batch(target, drafter):
-    """The value and what to do."""
-    ids = prompt(5).expand(3, -1)
-    message_of(
-        UnsupportedGenerationError,
-        lambda: assisted(target, drafter, ids, max_new_tokens=4),
-        "one prompt at a time",
-        "batch of 3",
-        "Call generate once for each",
-    )
-
-
-def test_num_return_sequences(target, drafter):
-    """Refused before anything runs."""
-    message_of(
-        UnsupportedGenerationError,
-        lambda: target.generate(
-            prompt(5), assistant_model=drafter, do_sample=True, num_return_sequences=2, max_new_tokens=4
-        ),
-        "num_return_sequences is 2",
-        "one sequence a call",
-        "Call generate once for each",
-    )
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_beam_search(do_sample, target, drafter):
-    """Stock transformers ignores the assistant here, with a log line."""
-    message_of(
-        UnsupportedGenerationError,
-        lambda: target.generate(prompt(5), assistant_model=drafter, num_beams=2, do_sample=do_sample, max_new_tokens=4),
-        "beam s",
-        "num_beams=2",
-        "Set num_beams=1",
-        "without assistant_model",
-    )
-
-
-@pytest.mark.parametrize("where", ["call", "generation_config"])
-def test_use_cache_false(where, target, drafter):
-    """On the call, or as the target's default."""
-    options = {"use_cache": False} if where == "call" else {}
-    if where == "generation_config":
-        target.generation_config.use_cache = False
-    message_of(
-        UnsupportedGenerationError,
-        lambda: assisted(target, drafter, prompt(5), max_new_tokens=4, **options),
-        "use_cache=False",
-        "key-value cache",
-        "Set use_cache=True",
-    )
-
-
 def test_a_target_without_a_cache():
     """The last line of defence: no cache was prepared."""
     message_of(
         UnsupportedGenerationError,
-        lambda: cache_key({"cache": None}),
+        lambda: cache_key(small_target(), {"cache": None, "use_cache": False}),
         "needs the target's key-value cache",
         "use_cache",
     )
@@ -116,17 +60,6 @@ def test_prompt_lookup(target, drafter):
         "prompt_lookup_num_tokens=3",
         "assistant_model",
         "Pass one of them",
-    )
-
-
-def test_synced_gpus(target, drafter):
-    """Sharded targets run their forwards in step."""
-    message_of(
-        UnsupportedGenerationError,
-        lambda: assisted(target, drafter, prompt(5), max_new_tokens=4, synced_gpus=True),
-        "synced_gpus=True",
-        "synced_gpus=False",
-        "not sharded",
     )
 
 
@@ -144,47 +77,13 @@ def test_encoder_decoder(drafter):
     )
 
 
-def test_stateful_target(drafter):
-    """A recurrent state cannot forget."""
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
-    target = AutoModelForCausalLM.from_config(config).eval()
-    message_of(
-        UnsupportedGenerationError,
-        lambda: assisted(target, drafter, prompt(5), max_new_tokens=4),
-        "MambaForCausalLM",
-        "recurrent state",
-        "without assistant_model",
-    )
-
-
-def test_a_cache_that_cannot_be_cropped(drafter):
-    """A static cache of a sliding window overwrites what a rollback needs."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=6, pad_token_id=0,
-    )  # fmt: skip
-    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    options = {"cache_implementation": "static", "max_new_tokens": 20}
-    plain(target, prompt(5), **options)
-    message_of(
-        UnsupportedGenerationError,
-        lambda: assisted(target, drafter_for(target), prompt(5), **options),
-        "StaticCache",
-        "cannot forget rejected tokens",
-        "without assistant_model",
-    )
-    assert hook_count(target) == 0
-
-
 def test_rollback_of_an_unknown_cache():
     """An object without crop."""
 
     class Strange:
         pass
 
-    message_of(UnsupportedGenerationError, lambda: prepare_for_rollback(Strange()), "Strange", "cropped")
+    message_of(UnsupportedGenerationError, lambda: Rollback(Strange()), "Strange", "cannot forget rejected tokens")
 
 
 # check_compatibility, through generate.

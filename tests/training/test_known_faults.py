@@ -10,7 +10,16 @@ import random
 import pytest
 import torch
 from conftest import tiny_target
-from training_helpers import collate, documents_of, make_trainer, reference_loss, rows, tiny_drafter, weights_of
+from training_helpers import (
+    collate,
+    documents_of,
+    first_slot,
+    make_trainer,
+    reference_loss,
+    rows,
+    tiny_drafter,
+    weights_of,
+)
 
 from dflash_hf import masks
 from dflash_hf.errors import DatasetError
@@ -74,9 +83,10 @@ def check_blocks(run, batch):
             assert {anchor for anchor, _ in places} <= allowed and len({a for a, _ in places}) == len(places)
             seen += len(places)
             for anchor, labels in places:
+                first = first_slot(run.model.config)
                 for slot in range(size):
-                    place = anchor + slot
-                    wanted = slot > 0 and place < len(ids) and mask[place]
+                    place = anchor + slot + 1 - first
+                    wanted = slot >= first and place < len(ids) and mask[place]
                     assert labels[slot] == (int(ids[place]) if wanted else IGNORE), (anchor, slot)
         assert seen == int(batch["keep"][row].sum())
 
@@ -85,8 +95,9 @@ def check_blocks(run, batch):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_steps_equal_the_oracle(tmp_path, implementation, packing, seed):
-    """Anchors, labels, masks, positions, weights, loss and gradient, on full and on sliding layers."""
-    options = [{}, dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5)][seed % 2]
+    """Anchors, labels, masks, positions, weights, loss and gradient, for every convention of slots and windows."""
+    sliding = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5)
+    options = [{}, sliding, {"sample_from_anchor": True}, {**sliding, "window_rule": "anchor"}][seed % 4]
     check_step(tmp_path, seed=seed, implementation=implementation, packing=packing, drafter_options=options)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import tiny_target
-from training_helpers import UNEVEN, collate, make_trainer, reference_blocks, rows, tiny_drafter, weights_of
+from training_helpers import UNEVEN, collate, first_slot, make_trainer, reference_blocks, rows, tiny_drafter, weights_of
 
 from dflash_hf.errors import DFlashError
 
@@ -18,9 +18,16 @@ OPTIONS = {
     "dpace, kl": dict(loss_weighting="dpace", objective="target_kl", dpace_alpha=0.2),
     "dpace, argmax": dict(loss_weighting="dpace", objective="target_argmax"),
     "prefix": dict(contiguous_prefix=True),
+    "shifted": dict(sample_from_anchor=True),
+    "shifted, kl, dpace": dict(sample_from_anchor=True, objective="target_kl", loss_weighting="dpace"),
     "packed": dict(packing=True, max_length=60),
     "packed, kl, dpace": dict(packing=True, max_length=60, objective="target_kl", loss_weighting="dpace"),
 }
+
+
+def shift(more):
+    """Takes the drafter's own option out of a case; its config's field."""
+    return {"sample_from_anchor": True} if more.pop("sample_from_anchor", False) else {}
 
 
 def loss_by_loops(trainer, batch):
@@ -29,9 +36,10 @@ def loss_by_loops(trainer, batch):
     alpha = args.dpace_alpha
     total, normaliser = 0.0, 0.0
     for _, _, logits, labels, target_logits in reference_blocks(trainer, batch, with_target=True):
-        slots = [slot for slot in range(1, len(labels)) if int(labels[slot]) >= 0]
+        first = first_slot(trainer.model.config)
+        slots = [slot for slot in range(first, len(labels)) if int(labels[slot]) >= 0]
         if args.contiguous_prefix:
-            assert slots == list(range(1, 1 + len(slots)))
+            assert slots == list(range(first, first + len(slots)))
         losses, confidences = {}, {}
         for slot in slots:
             log_q, log_p = logits[slot].log_softmax(-1), target_logits[slot].log_softmax(-1)
@@ -42,7 +50,7 @@ def loss_by_loops(trainer, batch):
             normaliser += bool(slots)
         for slot in slots:
             if args.loss_weighting == "decay":
-                weight = math.exp(-(slot - 1) / 4.0)
+                weight = math.exp(-(slot - first) / 4.0)
             elif args.loss_weighting == "uniform":
                 weight = 1.0
             else:
@@ -60,7 +68,10 @@ def loss_by_loops(trainer, batch):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradient_equal_loops(tmp_path, name, features):
     """Uneven examples with holes, padding and tails; the target's states from its forward pass or from memory."""
-    trainer = make_trainer(tmp_path, train=rows(UNEVEN, holes=True), features=features, **OPTIONS[name])
+    more, target = dict(OPTIONS[name]), tiny_target()
+    drafter = tiny_drafter(target, **shift(more))
+    data = rows(UNEVEN, holes=True)
+    trainer = make_trainer(tmp_path, target=target, drafter=drafter, train=data, features=features, **more)
     batch = collate(trainer)
     trainer.model.eval()
     loss = trainer.compute_loss(trainer.model, batch)
@@ -75,8 +86,8 @@ def test_loss_and_gradient_equal_loops(tmp_path, name, features):
 
 
 def one_update(folder, batch_size, accumulation, more):
-    target = tiny_target()
-    drafter = tiny_drafter(target)
+    target, more = tiny_target(), dict(more)
+    drafter = tiny_drafter(target, **shift(more))
     trainer = make_trainer(
         folder,
         target=target,
@@ -132,7 +143,7 @@ def test_evaluation_loss_does_not_depend_on_the_objective(tmp_path):
     data = rows([12, 20, 9], seed=8)
     expected = make_trainer(tmp_path, evaluation=data).evaluate()["eval_loss"]
     for more in OPTIONS.values():
-        if not more.get("contiguous_prefix"):
+        if not more.get("contiguous_prefix") and "sample_from_anchor" not in more:
             assert make_trainer(tmp_path, evaluation=data, **more).evaluate()["eval_loss"] == pytest.approx(expected)
 
 

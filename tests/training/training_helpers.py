@@ -14,8 +14,15 @@ UNEVEN = (9, 31, 14, 22, 12, 27, 18, 25)  # example lengths; every other one nee
 
 
 def tiny_drafter(target, **more):
-    """A random drafter with taps 0 and 2, input scale 1."""
-    return conftest.tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+    """A random drafter with taps 0 and 2, input scale 1; `more` may name the conventions of other families."""
+    conventions = {name: more.pop(name) for name in ("sample_from_anchor", "window_rule") if name in more}
+    drafter = conftest.tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+    if conventions:
+        for name, value in conventions.items():
+            setattr(drafter.config, name, value)
+        torch.manual_seed(1)
+        drafter = type(drafter)(drafter.config).eval()
+    return drafter
 
 
 def rows(lengths=UNEVEN, *, prompt=4, vocab=97, seed=0, holes=False):
@@ -87,6 +94,11 @@ def weights_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def first_slot(config):
+    """The slot that proposes the token after the anchor."""
+    return 0 if config.sample_from_anchor else 1
+
+
 def documents_of(batch, row):
     """(first place, token ids) of each example in a row, packed or not."""
     length = int(batch["attention_mask"][row].sum())
@@ -119,7 +131,7 @@ def reference_blocks(trainer, batch, with_target=False):
                 noise = target.get_input_embeddings().weight[noise_ids][None] * (config.input_embedding_scale or 1.0)
                 hidden = drafter(noise_embeds=noise, context_hidden_states=features[:, :anchor]).last_hidden_state[0]
                 found = row, number, hidden @ target.get_output_embeddings().weight.T, batch["labels"][row, number]
-                places = (anchor + torch.arange(config.block_size) - 1).clamp(0, len(ids) - 1)
+                places = (anchor + torch.arange(config.block_size) - first_slot(config)).clamp(0, len(ids) - 1)
                 yield (*found, output.logits[0, places]) if with_target else found
 
 
@@ -128,12 +140,13 @@ def reference_loss(trainer, batch, gamma, vocabulary=None):
     total, weight_sum = 0.0, 0.0
     supervised = None if vocabulary is None else set(vocabulary[0])
     for _, _, logits, labels in reference_blocks(trainer, batch):
-        for slot in range(1, len(labels)):
+        first = first_slot(trainer.model.config)
+        for slot in range(first, len(labels)):
             label = int(labels[slot])
             if label < 0 or (supervised is not None and label not in supervised):
                 continue
             row = logits[slot] if vocabulary is None else logits[slot][torch.tensor(vocabulary[1])]
-            weight = math.exp(-(slot - 1) / gamma)
+            weight = math.exp(-(slot - first) / gamma)
             total = total + weight * (torch.logsumexp(row, 0) - logits[slot, label])
             weight_sum += weight
     return total / weight_sum

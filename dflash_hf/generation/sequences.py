@@ -1,0 +1,60 @@
+"""The token ids of a call: prompts and generated tokens of all rows, each row with a length of its own."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Sequences:
+    """Ids in a buffer that grows by doubling.
+
+    A row's columns are those of plain generation: its prompt with the padding it came with, then its tokens.
+
+    Args:
+        input_ids: `[b, L]` prompts.
+        room: tokens after the prompt that there is room for at first.
+
+    Attributes:
+        lengths: of each row, prompt included.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor, *, room: int):
+        self.batch_size, self.prompt_length = input_ids.shape
+        self.lengths = [self.prompt_length] * self.batch_size
+        self.ids = torch.cat([input_ids, input_ids.new_zeros((self.batch_size, room))], dim=1)
+
+    def prefix(self, row: int) -> torch.LongTensor:
+        """All ids `[1, n]` of a row so far."""
+        return self.ids[row : row + 1, : self.lengths[row]]
+
+    def aligned(self) -> torch.LongTensor:
+        """Ids `[b, n]` of all rows, which have the same length."""
+        return self.ids[:, : self.lengths[0]]
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` more tokens in every row."""
+        if max(self.lengths) + count > self.ids.shape[1]:
+            self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)], dim=1)
+
+    def window(self, rows: list[int], starts: list[int], count: int) -> torch.LongTensor:
+        """`count` ids from column `starts[i]` on of each row `rows[i]`: `[len(rows), count]`."""
+        if len(rows) == self.batch_size and min(starts) == max(starts):
+            return self.ids[:, starts[0] : starts[0] + count]
+        device = self.ids.device
+        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+        return self.ids[torch.tensor(rows, device=device)[:, None], columns]
+
+    def write(self, row: int, tokens: list[int]) -> None:
+        """Put tokens after a row's newest one, without counting them yet."""
+        start = self.lengths[row]
+        self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
+
+    def result(self, pad_token: int | None) -> torch.LongTensor:
+        """Ids `[b, n]`, n being the longest row's length; shorter rows are padded on the right."""
+        longest = max(self.lengths)
+        ids = self.ids[:, :longest]
+        if min(self.lengths) == longest:
+            return ids
+        ends = torch.tensor(self.lengths, device=ids.device)[:, None]
+        past_end = torch.arange(longest, device=ids.device) >= ends
+        return ids.masked_fill(past_end, pad_token)
