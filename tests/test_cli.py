@@ -4,11 +4,15 @@ import json
 import shutil
 
 import pytest
+import torch
 from conftest import GOLDEN, Golden
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli.info import _costs
 from dflash_hf.cli.main import app
 
 PAIR = GOLDEN / "generation"
@@ -42,8 +46,46 @@ def test_help(command):
 def test_info_names_shape_and_fit(target_folder):
     result = runner.invoke(app, ["info", str(PAIR / "drafter"), "--target", target_folder])
     assert result.exit_code == 0, result.output
-    for part in ("0, 1, 2", "8 (anchor + 7 proposals)", "127", "fits"):
+    for part in ("0, 1, 2", "8: 7 proposals, from slot 1 on", "127", "fits"):
         assert part in result.output
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("dflash2_muse_like", ["DFlash 2", "candidate selector, top 8, rank 12", "2 taps", "7 proposals, from slot 1"]),
+        ("deepspec_dspark_markov", ["DeepSpec", "vanilla Markov head, rank 4", "7 proposals, from slot 0", "its own"]),
+        ("speculators_dflash_selfcontained", ["speculators", "56 of 104 tokens", "0, 2, 4, 6"]),
+        ("speculators_dflash_swa_causal", ["counted from the anchor", "sliding (causal block)"]),
+        ("domino_like", ["Domino", "GRU over the block, width 16"]),
+        ("muse_assistant", ["MuseGlimmerAssistantModel", "sliding window"]),
+    ],
+)
+def test_info_tells_families_apart(case, parts):
+    result = runner.invoke(app, ["info", str(PAIR.parent / case)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert [part for part in parts if part not in result.output] == []
+
+
+@pytest.mark.parametrize("case", ["zlab_swa_mixed", "deepspec_block7", "dflash2_qwen_like"])
+def test_info_counts_the_operations_of_a_draft(case):
+    """Against torch's own count of the matrix products of one forward pass with half a block of new context."""
+    model = DFlashDraftModel.from_pretrained(PAIR.parent / case).eval()
+    config = model.config
+    noise = torch.randn(1, config.block_size, config.hidden_size)
+    features = torch.randn(1, config.block_size // 2, model.fc.in_features)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        hidden = model(noise, features).last_hidden_state
+        first = 0 if config.sample_from_anchor else 1
+        if model.lm_head is not None:
+            model.lm_head(hidden[:, first:])
+        if model.candidate_selector is not None:
+            model.candidate_selector.hidden_projection(hidden[:, first:])
+    products = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    half = config.block_size / (2 * (config.block_size // 2))  # info takes half of an odd block as a fraction
+    told = dict(_costs(model))["a draft computes"]
+    assert float(told.split()[0]) * 1e3 == pytest.approx(products, rel=0.01 if half == 1 else 0.06)
+    assert told.endswith("kFLOP")
 
 
 def test_info_says_in_words_that_a_target_does_not_fit(tmp_path):

@@ -18,6 +18,9 @@ from ..errors import UnsupportedGenerationError
 from ..modeling_dflash import DFlashDraftModel
 from .decoding import DFlashDecoding
 
+# What transformers' own loop does not do: it would draft wrong tokens, slowly.
+_BEYOND_STOCK = ("sample_from_anchor", "own_embedding", "own_head", "selector_rank", "markov_rank", "gru_hidden_dim")
+
 _DECODING = "_assisted_decoding"
 _VALIDATION = "_validate_generation_mode"
 
@@ -103,6 +106,8 @@ def _wrap_validation(original):
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = as_drafter(generation_mode_kwargs.get("assistant_model"))
         if drafter is None or _wants_stock_loop(generation_config):
+            if drafter is not None:
+                _validate_stock(drafter.config)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         _validate(self, generation_mode, generation_config)
         # What is left to check are the rules of plain generation, which this takes the place of.
@@ -115,6 +120,16 @@ def _wrap_validation(original):
 
 def _wants_stock_loop(generation_config) -> bool:
     return getattr(generation_config, "speculation_type", None) == "dflash"
+
+
+def _validate_stock(config: DFlashConfig) -> None:
+    beyond = [name for name in _BEYOND_STOCK if getattr(config, name)]
+    if beyond or config.window_rule != "query":
+        raise UnsupportedGenerationError(
+            f"speculation_type='dflash' is transformers' own loop, which drafts with the target's tables from slot 1 "
+            f"on and knows nothing of {beyond[0] if beyond else 'window_rule'} = "
+            f"{getattr(config, beyond[0] if beyond else 'window_rule')!r}. Leave speculation_type out."
+        )
 
 
 def _validate(target, generation_mode, generation_config) -> None:

@@ -74,6 +74,28 @@ def test_hidden_states_are_the_original_s(golden, name, cached):
         assert torch.allclose(found, case.io[f"r{index}.last_hidden_state"], atol=2e-5, rtol=0), index
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("speculators")])
+def test_speculators_tap_ids_count_hidden_states(golden, name):
+    """One higher than the layer whose output they mean."""
+    case = golden(name)
+    config = load(case).config
+    assert config.target_layer_ids == case.meta["zlab_target_layer_ids"]
+    assert [layer_id + 1 for layer_id in config.target_layer_ids] == case.meta["aux_hidden_state_layer_ids"]
+
+
+@pytest.mark.parametrize("name", ["deepspec_block7", "deepspec_embed_tap"])
+def test_deepspec_tap_ids_count_layers(golden, name):
+    """-1 is the embedding output; the recorded features are the recorded states of those layers."""
+    case = golden(name)
+    states, rows = case.io["target_all_hidden_states"], 0
+    for index in range(rounds_of(case)):
+        features = case.io[f"r{index}.target_hidden"]
+        part = states[:, rows : rows + features.shape[1]]
+        expected = torch.cat([part[layer_id + 1] for layer_id in load(case).config.target_layer_ids], dim=-1)
+        assert torch.equal(features[0], expected)
+        rows += features.shape[1]
+
+
 @torch.no_grad()
 def greedy_walk(head, hidden, anchor, count):
     slots = head.slots(hidden, count)

@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.draft_head import DraftHead, Walk
+from dflash_hf.errors import UnsupportedGenerationError
 from dflash_hf.generation.acceptance import accept_sampled
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.processors import Processors
@@ -74,6 +75,19 @@ def test_greedy_text_is_the_target_s_own(tiny, name):
     most = drafter.config.block_size - (0 if drafter.config.sample_from_anchor else 1)
     assert max(stats.proposed) == most
     assert_same_ids(tiny, drafter, ids, max_new_tokens=30, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("name", ["dflash2", "deepspec", "dspark_rnn", "domino", "speculators_trimmed_dspark"])
+def test_rows_of_a_batch_are_the_target_s_own(tiny, name):
+    """Each row's walk, GRU state and trimmed vocabulary are its own; rows end at different tokens."""
+    drafter = drafter_of(tiny, name)
+    ids = torch.tensor([[3, 8, 21, 40], [0, 0, 5, 9], [0, 17, 30, 2]])
+    mask = (ids != 0).long()
+    options = dict(attention_mask=mask, max_new_tokens=24)
+    eos = plain(tiny, ids, **options)[1, 12].item()
+    for more in ({}, {"eos_token_id": eos, "pad_token_id": 0}, {"repetition_penalty": 1.2}):
+        expected = plain(tiny, ids, **options, **more)
+        assert assisted(tiny, drafter, ids, **options, **more).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -243,3 +257,10 @@ def test_a_smaller_block_and_fewer_proposals(tiny):
         drafter.generation_config.num_assistant_tokens = 2
         assert_same_ids(tiny, drafter, ids, max_new_tokens=20)
         assert set(drafter.last_generation_stats.proposed) <= {0, 1, 2}  # 0 where one token is left
+
+
+@pytest.mark.parametrize("name", ["dflash2", "deepspec", "domino", "speculators"])
+def test_transformers_own_loop_refuses_what_it_cannot_draft(tiny, name):
+    """It would take slot 1 for the first proposal, or leave the walk out; not wrong text, but slow without a word."""
+    with pytest.raises(UnsupportedGenerationError, match="speculation_type='dflash'"):
+        assisted(tiny, drafter_of(tiny, name), torch.arange(5, 17)[None], max_new_tokens=8, speculation_type="dflash")
