@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for type checkers and editors; at run time the names load on first use
     from .configuration_dflash import DFlashConfig
     from .errors import DFlashError
+    from .evaluation.callback import AcceptanceLengthCallback
     from .generation.candidate_generator import DFlashCandidateGenerator
     from .generation.integration import install, uninstall
     from .generation.statistics import GenerationStats
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time the names load o
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "AcceptanceLengthCallback": ".evaluation.callback",
     "DFlashConfig": ".configuration_dflash",
     "DFlashDraftModel": ".modeling_dflash",
     "DFlashCandidateGenerator": ".generation.candidate_generator",
@@ -34,6 +36,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "AcceptanceLengthCallback",
     "DFlashCandidateGenerator",
     "DFlashConfig",
     "DFlashDataCollator",

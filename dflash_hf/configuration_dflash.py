@@ -97,6 +97,8 @@ class DFlashConfig(PreTrainedConfig):
         gru_hidden_dim (`int`, *optional*), emb_dim (`int`, *optional*), pure_draft_prefix_len (`int`, *optional*):
             Domino's GRU, the width of its projection, and the number of leading proposals that it leaves alone.
         target_name_or_path (`str`, *optional*): the target that the drafter was trained for.
+        enable_thinking (`bool`, *optional*): what the chat template was told when the training data was rendered.
+            Prompt the target the same way: a drafter that learned one is far worse at the other.
         source_config (`dict`, *optional*): the published config as it was read, so that an unchanged drafter is saved
             as it came.
 
@@ -155,6 +157,7 @@ class DFlashConfig(PreTrainedConfig):
     gru_hidden_dim: int | None = None
     emb_dim: int | None = None
     pure_draft_prefix_len: int | None = None
+    enable_thinking: bool | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):

@@ -132,6 +132,7 @@ def fill_card(
         taps=", ".join(map(str, config.target_layer_ids)),
         num_target_layers=config.num_target_layers,
         mask_token_id=config.mask_token_id,
+        enable_thinking=config.enable_thinking,
         dtype=dtype,
         training=training,
         benchmark=benchmark,

@@ -243,3 +243,181 @@ def test_lora_run_writes_an_adapter_and_a_whole_drafter(target_folder, tmp_path)
     arguments = ["generate", "--target", target_folder, "--drafter", str(out / "merged"), "--prompt", "w5"]
     result = runner.invoke(app, [*arguments, "--dtype", "float32", "--max-new-tokens", "8"])
     assert result.exit_code == 0, result.output
+
+
+def chat_target(folder):
+    """The recorded tiny target with a chat template that ends in a marker word for the answer."""
+    return make_target_folder(folder, chat_template=True)
+
+
+def test_regenerate_answers_a_column_and_train_reads_it(tmp_path):
+    """The file of the answers goes into `train` as it is; a second call does nothing, another limit is refused."""
+    target, data, answers = chat_target(tmp_path / "target"), tmp_path / "q.jsonl", tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps({"q": f"w{i} w9 w17", "n": i}) + "\n" for i in range(5, 11)))
+    arguments = ["regenerate", "--target", target, "--data", str(data), "--output", str(answers), "--batch-size", "4"]
+    arguments += ["--prompt-template", "{q}\\nw30", "--start", "1", "--max-new-tokens"]
+    first = runner.invoke(app, [*arguments, "12"])
+    assert first.exit_code == 0, first.output
+    assert "5 answers, 60 tokens, 5 cut" in " ".join(first.output.split())
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == [1, 2, 3, 4, 5]
+    assert all(row["messages"][0]["content"] == f"w{row['index'] + 5} w9 w17\nw30" for row in rows)
+    again = runner.invoke(app, [*arguments, "12"])
+    assert again.exit_code == 0 and "5 of 5 answers are in" in again.output and "0 answers" in again.output
+    assert len(answers.read_text().splitlines()) == 5
+    refused = runner.invoke(app, [*arguments, "13"])
+    assert refused.exit_code == 1 and "max_new_tokens" in refused.output
+    arguments = ["train", "--target", target, "--data", str(answers), "--output", str(tmp_path / "out")]
+    arguments += ["--mask-token-id", "127", "--layers", "1", "--block-size", "4", "--anchors", "4", "--max-steps", "1"]
+    result = runner.invoke(app, [*arguments, "--taps", "0,1"])
+    assert result.exit_code == 0 and "5 training examples" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["no `messages`", "prompt template"]),
+        (["--prompt-column", "question"], ["no column 'question'", "'q'"]),
+        (["--prompt-template", "w5"], ["names no column"]),
+        (["--prompt-column", "q", "--start", "7"], ["--start is 7", "1 rows"]),
+        (["--prompt-column", "q", "--max-new-tokens", "100000"], ["100000", "context"]),
+    ],
+)
+def test_regenerate_answers_mistakes_in_words(tmp_path, options, words):
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"q": "w5"}\n')
+    arguments = ["regenerate", "--target", chat_target(tmp_path / "target"), "--data", str(data)]
+    result = runner.invoke(app, [*arguments, "--output", str(tmp_path / "a.jsonl"), *options])
+    assert result.exit_code == 1, result.output
+    for word in words:
+        assert word in " ".join(result.output.split())
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_cache_features_and_train_on_them(tmp_path):
+    """The store that cache-features writes is the one that `train --features` opens; nothing is computed twice."""
+    from dflash_hf.data.feature_store import FeatureStore
+
+    target, data, store = chat_target(tmp_path / "target"), tiny_data(tmp_path, 6), tmp_path / "features"
+    common = ["--target", target, "--data", data, "--data", data, "--eval-examples", "2", "--taps", "0,2"]
+    result = runner.invoke(app, ["cache-features", *common, "--output", str(store), "--final-hidden-states"])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "train: 10 examples" in words and "eval: 2 examples" in words and "GB to write" in words
+    assert len(FeatureStore(store / "train")) == 10 and FeatureStore(store / "train").final_hidden_states is not None
+    assert len(FeatureStore(store / "eval")) == 2 and FeatureStore(store / "eval").final_hidden_states is None
+    times = {file: file.stat().st_mtime_ns for file in store.rglob("*.safetensors")}
+    arguments = ["train", *common, "--output", str(tmp_path / "out"), "--mask-token-id", "127", "--layers", "1"]
+    arguments += ["--block-size", "4", "--anchors", "4", "--max-steps", "1", "--features", str(store)]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert {file: file.stat().st_mtime_ns for file in store.rglob("*.safetensors")} == times
+    other = runner.invoke(app, [*arguments[:-2], "--taps", "0,1", "--features", str(store)])
+    assert other.exit_code == 1 and "target_layer_ids" in other.output and "[0, 2]" in other.output
+    folders = runner.invoke(app, [*arguments, "--features-dir", str(tmp_path)])
+    assert folders.exit_code == 1 and "both name a folder" in " ".join(folders.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--taps", "0", "--drafter", str(PAIR / "drafter")], "--drafter"), (["--features-dtype", "int8"], "'int8'")],
+)
+def test_cache_features_answers_mistakes_in_words(target_folder, tmp_path, options, word):
+    arguments = ["cache-features", "--target", target_folder, "--data", tiny_data(tmp_path)]
+    result = runner.invoke(app, [*arguments, "--output", str(tmp_path / "f"), *options])
+    assert result.exit_code == 1 and word in result.output and not (tmp_path / "f").exists()
+
+
+def test_inspect_shows_supervised_tokens_in_colour(tmp_path, monkeypatch):
+    """Prompt dimmed, answer in bold green, and what they sum up to; no drafter is made."""
+    from rich.console import Console
+    from transformers import AutoTokenizer
+
+    target, data = chat_target(tmp_path / "target"), tmp_path / "chat.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
+    )
+    tokenizer.save_pretrained(target)
+    talk = [{"role": "user", "content": "w5 w9"}, {"role": "assistant", "content": "w17 w30 w31"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    terminal = Console(force_terminal=True, width=100, color_system="standard")
+    monkeypatch.setattr("dflash_hf.cli.examples.console", terminal)
+    result = runner.invoke(app, ["train", "--target", target, "--data", str(data), "--inspect"])
+    assert result.exit_code == 0, result.output
+    assert "\x1b[1;32mw17 w30 w31\x1b[0m" in result.output and "\x1b[2mw0 w5 w9 w0\x1b[0m" in result.output
+    assert "3 of 7 tokens supervised" in result.output and "1 examples, 7 tokens, 3 supervised" in result.output
+    result = runner.invoke(app, ["train", "--target", target, "--data", str(data)])
+    assert result.exit_code == 1 and "--output is needed" in result.output
+
+
+def test_thinking_is_recorded_in_config_and_card(target_folder, tmp_path):
+    """As --thinking says, or as `regenerate` made the data; a contradiction is refused; `info` shows it."""
+    data, out = tiny_data(tmp_path), tmp_path / "out"
+    (tmp_path / "data.jsonl.settings.json").write_text('{"thinking": false}')
+    arguments = ["train", "--target", target_folder, "--data", data, "--output", str(out), "--mask-token-id", "127"]
+    arguments += ["--layers", "1", "--block-size", "4", "--taps", "0,1", "--anchors", "4", "--max-steps", "1"]
+    refused = runner.invoke(app, [*arguments, "--thinking"])
+    assert refused.exit_code == 1 and "--no-thinking" in refused.output
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "config.json").read_text())["enable_thinking"] is False
+    card = (out / "README.md").read_text()
+    assert card.count("enable_thinking=False") == 2
+    assert "thinking" in runner.invoke(app, ["info", str(out)]).output
+    (tmp_path / "data.jsonl.settings.json").unlink()
+    warm = ["train", "--target", target_folder, "--data", data, "--output", str(tmp_path / "warm"), "--init-from"]
+    assert runner.invoke(app, [*warm, str(out), "--anchors", "4", "--max-steps", "1"]).exit_code == 0
+    assert json.loads((tmp_path / "warm" / "config.json").read_text())["enable_thinking"] is False
+
+
+def test_evaluate_reports_blocks_and_generation(target_folder, tmp_path):
+    """On data with answers: teacher-forced blocks and, with --generate, real rounds; the same numbers in --json."""
+    rows = [
+        {"prompt_ids": Golden("generation").io[f"p{i}.input_ids"][0].tolist(),
+         "response_ids": Golden("generation").io[f"p{i}.greedy_ids"][0, 4 + 3 * i :].tolist()}
+        for i in range(3)
+    ]  # fmt: skip
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    arguments = ["evaluate", "--target", target_folder, "--drafter", str(PAIR / "drafter"), "--data", str(data)]
+    arguments += ["--dtype", "float32", "--json", str(tmp_path / "n.json")]
+    result = runner.invoke(app, [*arguments, "--generate", "--max-new-tokens", "24"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    assert numbers["examples"] == numbers["generation_prompts"] == 3
+    assert numbers["generation_acceptance_length"] > 3 and numbers["block_acceptance_length"] > 3
+    assert 0.5 < numbers["slot_accuracy_1"] <= 1 and numbers["loss"] > 0
+    for name in numbers:
+        assert name in result.output
+    only_blocks = runner.invoke(app, [*arguments, "--limit", "2"])
+    assert only_blocks.exit_code == 0 and "generation_" not in only_blocks.output
+    assert json.loads((tmp_path / "n.json").read_text())["examples"] == 2
+
+
+def test_evaluate_generates_for_prompts_without_answers(tmp_path):
+    """A prompt template in place of answers: generation alone."""
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"q": "w5 w9"}\n{"q": "w17 w30 w31"}\n')
+    arguments = ["evaluate", "--target", chat_target(tmp_path / "target"), "--drafter", str(PAIR / "drafter")]
+    arguments += ["--data", str(data), "--prompt-template", "{q}\\nw2", "--max-new-tokens", "12", "--limit", "1"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "generation_acceptance_length" in result.output and "slot_accuracy" not in result.output
+
+
+def test_train_runs_the_drafter_every_few_steps(target_folder, tmp_path):
+    """--generate-every logs the acceptance length of real generation on held-out prompts."""
+    arguments = [
+        "train",
+        "--target",
+        target_folder,
+        "--data",
+        tiny_data(tmp_path, 6),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    arguments += ["--init-from", str(PAIR / "drafter"), "--anchors", "4", "--max-steps", "2", "--eval-examples", "2"]
+    result = runner.invoke(app, [*arguments, "--generate-every", "1", "--generate-prompts", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("generation_acceptance_length") == 2

@@ -38,7 +38,7 @@ _NESTED_KEYS = {
     "final_logit_softcapping",
 }
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-_OWN_KEYS = ("num_target_layers", "target_hidden_size", "target_name_or_path")
+_OWN_KEYS = ("num_target_layers", "target_hidden_size", "target_name_or_path", "enable_thinking")
 # Markers of other formats that share the class name: their presence changes the mathematics.
 _FOREIGN_KEYS = (
     "conv_kernel_size",

@@ -43,16 +43,36 @@ def gguf_file_in(target: str, gguf_file: str | None) -> str | None:
     return found[0].name if found else None
 
 
+def load_tokenizer(target: str, *, gguf_file: str | None):
+    """The target's tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    where = {"gguf_file": gguf} if (gguf := gguf_file_in(target, gguf_file)) else {}
+    return AutoTokenizer.from_pretrained(target, **where)
+
+
 def load_target(target: str, *, gguf_file: str | None, dtype: str, device_map: str | None = None):
     """Target model and tokenizer from a Hub repository, a folder, or a GGUF file in either.
 
     Returns:
         `(model, tokenizer)`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     where = {"gguf_file": gguf} if (gguf := gguf_file_in(target, gguf_file)) else {}
     with console.status(f"Loading the target {escape(target)}"):
-        tokenizer = AutoTokenizer.from_pretrained(target, **where)
+        tokenizer = load_tokenizer(target, gguf_file=gguf_file)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map, **where)
     return model.eval(), tokenizer
+
+
+def parse_taps(taps: str | None) -> list[int] | None:
+    """`"1,8,14"` -> `[1, 8, 14]`."""
+    if taps is None:
+        return None
+    try:
+        return [int(part) for part in taps.split(",")]
+    except ValueError as error:
+        raise DFlashError(
+            f"--taps is {taps!r}; give layer numbers with commas between them, such as 1,8,14."
+        ) from error

@@ -15,6 +15,10 @@ def generate(
     drafter: Annotated[str, typer.Option(help="Drafter: Hub repository or folder.")],
     prompt: Annotated[str, typer.Option(help="The user's message.")],
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="enable_thinking of the template; as the drafter was trained."),
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
@@ -54,8 +58,13 @@ def generate(
     else:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
+        thinking = draft.config.enable_thinking if thinking is None else thinking
         inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            messages,
+            **({} if thinking is None else {"enable_thinking": thinking}),
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
         )
     inputs = inputs.to(model.device)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample}

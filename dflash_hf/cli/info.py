@@ -61,6 +61,7 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
         ("family", FAMILIES[config.family].TITLE),
         ("target", config.target_name_or_path or "not recorded"),
         ("target layers", config.num_target_layers or "not recorded"),
+        ("thinking", {None: "not recorded", True: "on", False: "off"}[config.enable_thinking]),
         ("taps", ", ".join(map(str, config.target_layer_ids))),
         ("block size", f"{config.block_size}: {config.block_size - first} proposals, from slot {first} on"),
         ("mask token id", config.mask_token_id),

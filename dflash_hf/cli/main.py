@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from .cache_features import cache_features
+from .evaluate import evaluate
 from .generate import generate
 from .info import info
+from .regenerate import regenerate
 from .train import train
 
 app = typer.Typer(
@@ -16,6 +19,9 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(train)
+app.command()(regenerate)
+app.command()(cache_features)
+app.command()(evaluate)
 app.command()(info)
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""Training progress in rich: a bar on a terminal, one line a log entry everywhere."""
+"""Progress in rich: a bar on a terminal; elsewhere lines, one a log entry of a training run or twice a minute."""
 
 from __future__ import annotations
+
+import time
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -49,3 +52,48 @@ class RichProgress(TrainerCallback):
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
+
+
+class Rate:
+    """Progress of a long run with its rate and time left: a bar on a terminal, else a line every 30 seconds.
+
+    Args:
+        console: where to.
+        total: units of work in all.
+        before: units that were done by earlier runs; they do not count for the rate. None: what the first update says.
+        unit: what is counted.
+    """
+
+    def __init__(self, console: Console, *, total: int, before: int | None = None, unit: str):
+        self.console, self.total, self.before, self.unit = console, total, before, unit
+        self._printed = self._started = time.monotonic()
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(unit, total=total, completed=before or 0)
+
+    def __enter__(self) -> Rate:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, *, tokens: int | None = None) -> None:
+        """Show where it is.
+
+        Args:
+            done: units in all, those of earlier runs included.
+            tokens: tokens of this run, where the rate is to count these.
+        """
+        if self.before is None:
+            self.before = done
+        now = time.monotonic()
+        seconds = max(now - self._started, 1e-9)
+        made = done - self.before
+        left = timedelta(seconds=round(seconds * (self.total - done) / made)) if made else "?"
+        rate = f"{made / seconds:.1f} {self.unit}/s" if tokens is None else f"{tokens / seconds:.1f} tokens/s"
+        text = f"{self.unit}, {rate}, {left} left"
+        self._bar.update(self._task, completed=done, description=text)
+        if not self.console.is_terminal and now - self._printed >= 30:
+            self._printed = now
+            self.console.print(f"{done}/{self.total} {text}", highlight=False, markup=False)

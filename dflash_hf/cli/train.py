@@ -7,14 +7,22 @@ from typing import Annotated
 
 import typer
 
-from .common import console, load_target, reports_errors
+from .common import console, load_target, load_tokenizer, parse_taps, reports_errors
 
 
 @reports_errors
 def train(
     target: Annotated[str, typer.Option(help="Target: Hub repository or folder (a folder with one GGUF file too).")],
-    data: Annotated[str, typer.Option(help="Hub dataset, .json/.jsonl/.parquet file, or folder of `datasets`.")],
-    output: Annotated[Path, typer.Option(help="Folder for checkpoints and the trained drafter.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Hub dataset, .json/.jsonl/.parquet file, or folder of `datasets`; may be given several times."
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="Folder for checkpoints and the trained drafter.")] = None,
+    inspect: Annotated[
+        bool, typer.Option("--inspect", help="Show a few examples, supervised tokens in colour, and stop.")
+    ] = False,
     mask_token_id: Annotated[
         int | None, typer.Option(help="Reserved id that the tokenizer never emits (required for a new drafter).")
     ] = None,
@@ -28,10 +36,14 @@ def train(
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the target: auto, float32, bfloat16.")] = "auto",
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    eval_data: Annotated[str | None, typer.Option(help="Dataset to evaluate on.")] = None,
+    eval_data: Annotated[list[str] | None, typer.Option(help="Dataset to evaluate on.")] = None,
     eval_split: Annotated[str | None, typer.Option(help="Split of --eval-data; --split by default.")] = None,
     eval_examples: Annotated[int, typer.Option(help="Without --eval-data: hold this many last examples out.")] = 0,
     max_length: Annotated[int, typer.Option(help="Longest example, in tokens.")] = 3072,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="enable_thinking of the chat template; the drafter records it."),
+    ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 6.0,
     max_steps: Annotated[int, typer.Option(help="Updates in all; overrides --epochs.")] = -1,
     batch_size: Annotated[int, typer.Option(help="Examples in one forward pass.")] = 4,
@@ -68,12 +80,18 @@ def train(
     loss_vocab_size: Annotated[
         int | None, typer.Option(help="Loss over this many most frequent tokens of the data.")
     ] = None,
-    features: Annotated[str, typer.Option(help="Target features: online, memory or disk.")] = "online",
-    features_dir: Annotated[str | None, typer.Option(help="Folder of the feature store.")] = None,
+    features: Annotated[
+        str, typer.Option(help="Target features: online, memory, or a folder (of cache-features, or to be made).")
+    ] = "online",
+    features_dir: Annotated[str | None, typer.Option(help="The folder, with --features disk.")] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="bf16 autocast.")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save memory.")] = False,
     log_every: Annotated[int, typer.Option(help="Updates between log lines.")] = 10,
     eval_every: Annotated[int, typer.Option(help="Updates between evaluations; 0: at the end only.")] = 0,
+    generate_every: Annotated[
+        int, typer.Option(help="Updates between greedy runs with the drafter on a few held-out prompts; 0: none.")
+    ] = 0,
+    generate_prompts: Annotated[int, typer.Option(help="Prompts of such a run.", min=1)] = 8,
     save_every: Annotated[int, typer.Option(help="Updates between checkpoints; 0: none.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and anchors.")] = 42,
@@ -85,13 +103,36 @@ def train(
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import get_last_checkpoint
 
-    from dflash_hf import DFlashConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+    from dflash_hf import (
+        AcceptanceLengthCallback,
+        DFlashConfig,
+        DFlashDraftModel,
+        DFlashTrainer,
+        DFlashTrainingArguments,
+    )
 
-    from ..data.sources import load_rows
     from ..errors import DFlashError
+    from ..evaluation.drafter import prompts_of
     from ..training.lora import LORA_TARGET_MODULES
+    from .examples import inspect_examples, load_sources, prepare_splits, thinking_of
     from .progress import RichProgress
 
+    thinking = thinking_of(data, thinking)
+    if inspect:
+        from ..data.sources import load_rows
+
+        tokenizer = load_tokenizer(target, gguf_file=gguf_file)
+        for name in data:
+            inspect_examples(
+                load_rows(name, split=split), tokenizer=tokenizer, max_length=max_length, enable_thinking=thinking
+            )
+        return
+    if output is None:
+        raise DFlashError("--output is needed: the folder for checkpoints and the trained drafter.")
+    if features not in ("online", "memory", "disk"):
+        if features_dir is not None:
+            raise DFlashError(f"--features {features} and --features-dir {features_dir} both name a folder.")
+        features, features_dir = "disk", features
     if resume and (not output.is_dir() or get_last_checkpoint(str(output)) is None):
         raise DFlashError(f"--resume: {output} holds no checkpoint. Leave the option out to start anew.")
     new = {"layers": layers, "block-size": block_size, "taps": taps, "mask-token-id": mask_token_id}
@@ -104,8 +145,7 @@ def train(
         raise DFlashError("--lora-rank adapts a trained drafter: name it with --init-from.")
     if init_from is not None and given:
         raise DFlashError(f"{given[0]} is for a new drafter; {init_from} brings its own. Leave out {', '.join(given)}.")
-    rows = load_rows(data, split=split)
-    held_out = None if eval_data is None else load_rows(eval_data, split=eval_split or split)
+    sources = load_sources(data, split=split, eval_data=eval_data, eval_split=eval_split)
     target_model, tokenizer = load_target(target, gguf_file=gguf_file, dtype=dtype)
     set_seed(seed)
     if init_from is not None:
@@ -126,11 +166,16 @@ def train(
         drafter = DFlashDraftModel(config)
     if target_name is not None:
         drafter.config.target_name_or_path = target_name
-    if held_out is None and eval_examples > 0:
-        if eval_examples >= len(rows):
-            raise DFlashError(f"--eval-examples {eval_examples} leaves nothing of {len(rows)} examples to train on.")
-        held_out = rows.select(range(len(rows) - eval_examples, len(rows)))
-        rows = rows.select(range(len(rows) - eval_examples))
+    if thinking is not None:
+        drafter.config.enable_thinking = thinking
+    rows, held_out = prepare_splits(
+        sources,
+        eval_examples=eval_examples,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        enable_thinking=drafter.config.enable_thinking,
+        num_rows=target_model.get_input_embeddings().weight.shape[0],
+    )
     args = DFlashTrainingArguments(
         output_dir=str(output),
         max_length=max_length,
@@ -181,6 +226,9 @@ def train(
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
+    if generate_every:
+        prompts = prompts_of(rows if held_out is None else held_out)[:generate_prompts]
+        trainer.add_callback(AcceptanceLengthCallback(trainer, prompts=prompts, every=generate_every))
     count = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     console.print(
         f"{count / 1e6:.1f} M parameters to train, {drafter.config.num_hidden_layers} layers, "
@@ -203,17 +251,3 @@ def train(
     console.print(
         f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}", markup=False
     )
-
-
-def parse_taps(taps: str | None) -> list[int] | None:
-    """`"1,8,14"` -> `[1, 8, 14]`."""
-    from ..errors import DFlashError
-
-    if taps is None:
-        return None
-    try:
-        return [int(part) for part in taps.split(",")]
-    except ValueError as error:
-        raise DFlashError(
-            f"--taps is {taps!r}; give layer numbers with commas between them, such as 1,8,14."
-        ) from error

@@ -87,15 +87,13 @@ def compare(
             inputs,
             options | {"max_new_tokens": max_new_tokens, "assistant_model": drafter, "streamer": streamer},
         )
-        stats = drafter.last_generation_stats
         total.prompts += 1
         total.identical += int(torch.equal(plain, drafted))
         total.plain_tokens += plain.shape[1] - length
         total.plain_seconds += plain_seconds
         total.dflash_tokens += drafted.shape[1] - length
         total.dflash_seconds += dflash_seconds
-        total.stats.proposed += stats.proposed
-        total.stats.produced += stats.produced
+        total.stats.add(drafter.last_generation_stats)
         if on_prompt is not None:
             on_prompt(number, total)
     return total

@@ -41,6 +41,14 @@ class GenerationStats:
         self.produced.extend(kept)
         self.proposed.extend([proposed] * len(kept))
 
+    def add(self, other: GenerationStats) -> None:
+        """Add another call's rounds, tokens and seconds."""
+        self.proposed += other.proposed
+        self.produced += other.produced
+        counts = ("rounds", "replays", "replayed_tokens", "new_tokens")
+        for name in (*counts, "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def acceptance_lengths(self) -> list[int]:
         """Tokens that each verification produced in each row, in order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from datasets import Dataset
 from torch import nn
@@ -16,7 +18,13 @@ from .packing import pack_lengths
 
 
 def build_dataset(
-    examples: Dataset, *, split: str, args: DFlashTrainingArguments, target: nn.Module, layer_ids: list[int]
+    examples: Dataset,
+    *,
+    split: str,
+    args: DFlashTrainingArguments,
+    target: nn.Module,
+    tokenizer: Any,
+    layer_ids: list[int],
 ) -> DrafterDataset:
     """A data set for the trainer; the target's states are computed here unless `args.features` is `online`.
 
@@ -25,8 +33,10 @@ def build_dataset(
         split: `train`, or a name that starts with `eval`; packing and final hidden states are for `train`.
         args: the trainer's.
         target: the frozen target.
+        tokenizer: the target's, or None for examples that came as token ids.
         layer_ids: the drafter's taps.
     """
+    needs_final = args.objective != "data" and split == "train"
     rows, features, final_states = None, None, None
     if args.packing and split == "train":
         lengths = [len(ids) for ids in examples["input_ids"]]
@@ -41,15 +51,18 @@ def build_dataset(
                 target=target,
                 dataset=examples,
                 layer_ids=layer_ids,
+                tokenizer=tokenizer,
+                final_hidden_states=needs_final,
                 on_progress=lambda done, count: progress.update(done - progress.n),
             )
+        final_states = features.final_hidden_states if needs_final else None
     elif args.features == "memory":
         features, final_states = [], []
         with FeatureCapture(target, layer_ids) as capture:
             for ids in examples["input_ids"]:
                 tapped, final = compute_states(target, capture, torch.tensor([ids], device=target.device))
                 features.append(tapped[0].cpu())
-                if args.objective != "data" and split == "train":
+                if needs_final:
                     final_states.append(final[0].cpu())
     return DrafterDataset(examples, features, final_states or None, rows)
 

@@ -20,15 +20,16 @@ from ..modeling_dflash import DFlashDraftModel
 from ..target import OutputHead, check_compatibility
 from .anchors import IGNORE, default_gamma, slot_weights
 from .arguments import DFlashTrainingArguments
-from .blocks import draft_blocks, rows_before_labels
+from .blocks import draft_blocks
 from .collator import DrafterDataset
 from .dataset import build_collator, build_dataset
 from .initialisation import initialise_from_target
 from .lora import adapted, base_drafter, merged
-from .losses import RowLosses, chunked_losses, dpace_weights, head_over_tokens
+from .losses import RowLosses, chunked_losses
 from .masks import default_implementation
 from .metrics import RunningCounts, acceptance_metrics, count_blocks
 from .muon import MuonWithAdamW
+from .objective import batch_loss
 from .packing import keeps_documents_apart, states_of_batch
 from .reports import write_curve, write_training_card
 from .support import require_trainable
@@ -107,6 +108,7 @@ class DFlashTrainer(Trainer):
         if getattr(target_model, "hf_device_map", None) is None:
             self.target_model.to(args.device)
         model.float()
+        self._tokenizer = processing_class
         if args.init_from_target:
             initialise_from_target(drafter, target_model)
         if peft_config is not None:
@@ -123,7 +125,9 @@ class DFlashTrainer(Trainer):
         def prepare(rows):
             if rows is None:
                 return None
-            prepared = prepare_dataset(rows, processing_class, max_length=args.max_length)
+            prepared = prepare_dataset(
+                rows, processing_class, max_length=args.max_length, enable_thinking=config.enable_thinking
+            )
             check_token_ids(prepared, vocab_size)
             return prepared
 
@@ -165,7 +169,12 @@ class DFlashTrainer(Trainer):
         if examples is None:
             return None
         return build_dataset(
-            examples, split=split, args=args, target=self.target_model, layer_ids=self.drafter_config.target_layer_ids
+            examples,
+            split=split,
+            args=args,
+            target=self.target_model,
+            tokenizer=self._tokenizer,
+            layer_ids=self.drafter_config.target_layer_ids,
         )
 
     def get_eval_dataloader(self, eval_dataset=None):
@@ -175,7 +184,12 @@ class DFlashTrainer(Trainer):
             eval_dataset: other data, in a form that `prepare_dataset` takes, or the name of one of the evaluation sets.
         """
         if isinstance(eval_dataset, Dataset):
-            rows = prepare_dataset(eval_dataset, self.processing_class, max_length=self.args.max_length)
+            rows = prepare_dataset(
+                eval_dataset,
+                self.processing_class,
+                max_length=self.args.max_length,
+                enable_thinking=self.drafter_config.enable_thinking,
+            )
             eval_dataset = DrafterDataset(rows)
         even_batches, self.accelerator.even_batches = self.accelerator.even_batches, False
         try:
@@ -220,38 +234,21 @@ class DFlashTrainer(Trainer):
         """Weighted losses of all blocks of a batch, divided by `num_items_in_batch` (the global normaliser)."""
         features, final_states = self._target_states(inputs, with_final=self.args.objective != "data")
         hidden = self._draft(model, inputs, features)
-        active = inputs["active_rows"]
-        labels = inputs["labels"].flatten()[active]
-        logits_of, target_logits_of = self.head, self.target_head
-        token_ids = inputs.get("loss_token_ids")
-        if token_ids is not None:
-            labels = torch.searchsorted(token_ids, labels)
-            logits_of, target_logits_of = (head_over_tokens(head, token_ids) for head in (self.head, self.target_head))
-        losses = chunked_losses(
-            rows=hidden.flatten(0, -2)[active],
-            labels=labels,
-            logits_of=logits_of,
-            chunk_rows=self.args.head_chunk_rows,
-            objective=self.args.objective,
-            target_rows=None
-            if final_states is None
-            else rows_before_labels(final_states, batch=inputs, first_slot=self.first_slot),
-            target_logits_of=target_logits_of,
+        loss, hits = batch_loss(
+            hidden=hidden,
+            batch=inputs,
+            final_states=final_states,
+            head=self.head,
+            target_head=self.target_head,
+            args=self.args,
+            first_slot=self.first_slot,
         )
-        weights = inputs["loss_weights"]
-        supervised = weights > 0
-        if self.args.loss_weighting == "dpace":
-            cross_entropy = torch.zeros_like(weights)
-            cross_entropy.view(-1)[active] = losses.cross_entropy
-            weights = dpace_weights(cross_entropy=cross_entropy, supervised=supervised, alpha=self.args.dpace_alpha)
-        hits = torch.zeros_like(supervised)
-        hits.view(-1)[active] = losses.hits
         if model.training:
+            supervised = inputs["loss_weights"] > 0
             blocks = count_blocks(hits=hits, supervised=supervised, keep=inputs["keep"], first_slot=self.first_slot)
             self.counts.add(tokens=inputs["attention_mask"].sum(), counts=blocks)
         normaliser = inputs["loss_normaliser"] if num_items_in_batch is None else num_items_in_batch
         # A batch without any label has weight 0: its loss is 0, and every rank still takes part in the step.
-        loss = (losses.losses * weights.flatten()[active]).sum()
         loss = loss / normaliser.clamp(min=torch.finfo(torch.float32).tiny)
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # data parallelism averages gradients over the ranks

@@ -1,11 +1,14 @@
 """Examples from token ids and from chat messages: which tokens are supervised, and what is refused."""
 
+import json
+
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_hf.data.chat import encode_messages, has_anchor, normalize_messages, prepare_dataset
+from dflash_hf.data.chat import encode_conversation, has_anchor, prepare_dataset
+from dflash_hf.data.messages import normalize_messages, normalize_tools
 from dflash_hf.errors import DatasetError, DFlashError
 
 WORDS = [
@@ -63,10 +66,10 @@ SHAREGPT = [
 ]
 
 
-def make_tokenizer(template=CHATML):
+def make_tokenizer(template=CHATML, more=()):
     """One token a word, split at spaces and newlines; the two marks are special tokens."""
     words = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate([*WORDS, "<unk>"])}, unk_token="<unk>")
+        models.WordLevel({word: index for index, word in enumerate([*WORDS, "<unk>", *more])}, unk_token="<unk>")
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
@@ -83,7 +86,7 @@ def supervised(tokenizer, ids, mask):
 def test_assistant_turns_and_their_end_are_supervised(template):
     """By prefix rendering and by generation marks alike: every assistant turn with its end mark, nothing else."""
     tokenizer = make_tokenizer(template)
-    ids, mask = encode_messages(CONVERSATION, tokenizer)
+    [(ids, mask)] = encode_conversation(CONVERSATION, tokenizer)
     text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"] and len(ids) == len(mask)
     assert supervised(tokenizer, ids, mask) == "how is it <|im_end|> three four three <|im_end|>"
@@ -94,7 +97,7 @@ def test_assistant_turns_and_their_end_are_supervised(template):
 def test_a_response_that_repeats_the_prompt_is_found_by_place():
     """Spans come from positions, so equal words in a user turn stay unsupervised."""
     tokenizer = make_tokenizer()
-    ids, mask = encode_messages(
+    [(ids, mask)] = encode_conversation(
         [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "one two"}], tokenizer
     )
     assert sum(mask) == 3 and mask[:4] == [0] * 4 and supervised(tokenizer, ids, mask) == "one two <|im_end|>"
@@ -103,7 +106,7 @@ def test_a_response_that_repeats_the_prompt_is_found_by_place():
 def test_a_conversation_that_ends_with_the_user():
     """The open last turn adds nothing to the mask."""
     tokenizer = make_tokenizer()
-    ids, mask = encode_messages(CONVERSATION[:4], tokenizer)
+    [(ids, mask)] = encode_conversation(CONVERSATION[:4], tokenizer)
     assert supervised(tokenizer, ids, mask) == "how is it <|im_end|>"
 
 
@@ -132,7 +135,7 @@ def test_empty_fields_of_openai_messages_are_dropped():
 def test_all_four_column_sets_give_input_ids_and_loss_mask():
     """Exactly two columns come out, whatever else goes in."""
     tokenizer = make_tokenizer()
-    ids, mask = encode_messages(CONVERSATION, tokenizer)
+    [(ids, mask)] = encode_conversation(CONVERSATION, tokenizer)
     split = mask.index(1)
     sources = {
         "ids": {"input_ids": [ids], "loss_mask": [mask], "source": ["x"]},
@@ -182,16 +185,121 @@ def refuse(columns, tokenizer=None, **more):
     return str(caught.value)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    """Without marks such a template hides where a response is; the error names the turn and both remedies."""
-    text = refuse({"messages": [CONVERSATION]}, make_tokenizer(REWRITES))
-    assert "turn 2" in text and "generation" in text and "`input_ids` and `loss_mask`" in text
+def test_a_template_that_rewrites_earlier_turns_gives_an_example_an_answer():
+    """Each is rendered as the target sees it when it answers, with only that answer supervised."""
+    tokenizer = make_tokenizer(REWRITES)
+    prepared = prepare_dataset(Dataset.from_dict({"messages": [CONVERSATION]}), tokenizer)
+    assert [supervised(tokenizer, row["input_ids"], row["loss_mask"]) for row in prepared] == [
+        "how is it <|im_end|>",
+        "three four three <|im_end|>",
+    ]
+    for row, length in zip(prepared, (3, 5)):
+        text = tokenizer.apply_chat_template(CONVERSATION[:length], tokenize=False)
+        assert row["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "one <|im_end|>" in tokenizer.decode(prepared[1]["input_ids"]), (
+        "the first answer as the template rewrites it"
+    )
+
+
+# Thinking as Qwen3's template has it: an empty block in the prompt when it is off, and in the last answer always.
+THINKS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "first"), [(False, "three"), (True, "<think>"), (None, "<think>")], ids=["off", "on", "default"]
+)
+def test_thinking_on_or_off(thinking, first):
+    """Off: the empty thinking block is part of the prompt. On: it is the target's to write."""
+    tokenizer = make_tokenizer(THINKS, more=["<think>", "</think>"])
+    data = Dataset.from_dict({"messages": [CONVERSATION]})
+    prepared = prepare_dataset(data, tokenizer, enable_thinking=thinking)
+    answers = [supervised(tokenizer, row["input_ids"], row["loss_mask"]) for row in prepared]
+    assert len(answers) == 2 and answers[1].split()[0] == first
+    assert answers[1].endswith("three four three <|im_end|>")
+
+
+def test_an_answer_that_the_prompt_does_not_lead_to_is_refused():
+    """A prompt that opens a thinking block, and answers rendered without it."""
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\nthere{% endif %}")
+    text = refuse({"messages": [CONVERSATION]}, make_tokenizer(template))
+    for word in ("turn 2", "generation", "`input_ids` and `loss_mask`", template[:40]):
+        assert word in text
+
+
+@pytest.mark.parametrize("marks", ["", "hi"])
+def test_an_all_zero_mask_is_refused_with_the_template_s_name(marks):
+    """Marks around the wrong thing leave the answers without loss."""
+    template = MARKED.replace(
+        "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}",
+        "{% generation %}" + ("" if not marks else "{% if false %}hi{% endif %}") + "{% endgeneration %}"
+        "{{ message['content'] }}<|im_end|>",
+    )
+    assert template != MARKED
+    tokenizer = make_tokenizer(template)
+    tokenizer.name_or_path = "someone/their-model"
+    text = refuse({"messages": [CONVERSATION]}, tokenizer)
+    for word in ("all zero", "someone/their-model", template[:40], "prefixes"):
+        assert word in text
+
+
+def test_a_template_that_refuses_is_quoted():
+    """Its own message, the roles, and whose template it is."""
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system please') }}{% endif %}" + CHATML
+    text = refuse({"messages": [CONVERSATION]}, make_tokenizer(template))
+    assert "no system please" in text and "'system', 'user'" in text and "raise_exception" in text
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments.town }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"name": "is", "arguments": '{"town": "there"}'}
+OPENAI_TOOLS = [
+    {"role": "user", "content": "how is it"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
+    {"role": "tool", "content": "two", "tool_call_id": "1"},
+    {"role": "assistant", "content": "two four"},
+]
+SHAREGPT_TOOLS = [
+    {"from": "human", "value": "how is it"},
+    {"from": "function_call", "value": '{"name": "is", "arguments": {"town": "there"}}'},
+    {"from": "observation", "value": "two"},
+    {"from": "gpt", "value": "two four"},
+]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize(("column", "messages"), [("messages", OPENAI_TOOLS), ("conversations", SHAREGPT_TOOLS)])
+def test_tools(column, messages, as_text):
+    """Calls are supervised, what tools say is not; descriptions and arguments reach the template."""
+    tokenizer = make_tokenizer(TOOLS_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "one", "description": None}}]
+    data = Dataset.from_list([{column: messages, "tools": json.dumps(tools) if as_text else tools}])
+    prepared = prepare_dataset(data, tokenizer)
+    row = prepared[0]
+    assert supervised(tokenizer, row["input_ids"], row["loss_mask"]) == "is there <|im_end|> two four <|im_end|>"
+    assert tokenizer.convert_ids_to_tokens(row["input_ids"])[2] == "one"
+
+
+def test_tool_calls_that_are_not_json_are_refused():
+    with pytest.raises(DatasetError, match="not JSON.*town"):
+        normalize_messages([{"from": "function_call", "value": "is(town)"}])
+    assert normalize_tools("") is normalize_tools(None) is normalize_tools([]) is None
 
 
 def test_a_template_that_rewrites_is_fine_for_one_turn():
     """Nothing earlier to rewrite: used."""
     tokenizer = make_tokenizer(REWRITES)
-    ids, mask = encode_messages(CONVERSATION[:3], tokenizer)
+    [(ids, mask)] = encode_conversation(CONVERSATION[:3], tokenizer)
     assert supervised(tokenizer, ids, mask) == "how is it <|im_end|>"
 
 
@@ -212,6 +320,9 @@ def test_a_slow_tokenizer_without_marks_is_refused():
     class Slow:
         chat_template = CHATML
         is_fast = False
+
+        def get_chat_template(self, tools=None):
+            return self.chat_template
 
     text = refuse({"messages": [CONVERSATION]}, Slow())
     assert "Slow" in text and "fast tokenizer" in text

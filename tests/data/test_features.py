@@ -1,18 +1,30 @@
 """The feature store: its content, resuming, refusing what does not belong together, reading."""
 
+import hashlib
 import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_target
 from datasets import Dataset
+from test_chat import make_tokenizer
+from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
 
-from dflash_hf.data.features import FeatureStore, build_feature_store, fingerprint_dataset, fingerprint_model
+from dflash_hf.data.feature_store import FeatureStore
+from dflash_hf.data.features import build_feature_store
+from dflash_hf.data.fingerprints import fingerprint_dataset, fingerprint_model, fingerprint_tokenizer
 from dflash_hf.errors import FeatureStoreError
 
-LENGTHS = [9, 3, 14, 7, 1, 11, 5]
+LENGTHS = [9, 3, 14, 7, 1, 11, 8]
+THREE_SHARDS = 26 * 2 * 32 * 2  # bytes of 26 tokens with two taps of 32 in bf16: examples 0 to 2, 3 to 5, and 6
 
 
 def dataset(seed=0, lengths=LENGTHS):
@@ -27,7 +39,7 @@ def build(path, target, data=None, **more):
         path,
         target=target,
         dataset=dataset() if data is None else data,
-        **{"layer_ids": [0, 2], "examples_per_shard": 3, "tokens_per_batch": 24, **more},
+        **{"layer_ids": [0, 2], "shard_bytes": THREE_SHARDS, "tokens_per_batch": 24, **more},
     )
 
 
@@ -78,7 +90,7 @@ def test_goes_on_at_the_missing_shard(tmp_path, target):
     build(tmp_path, target, on_progress=lambda done, count: progress.append((done, count)))
     hook.remove()
     assert shard_bytes(tmp_path) == before and len(runs) == 1
-    assert progress == [(3, 7), (6, 7), (7, 7)]
+    assert progress == [(6, 7), (7, 7)]
     assert all(file.stat().st_mtime_ns == time for file, time in times.items())
 
 
@@ -95,7 +107,7 @@ def test_a_complete_store_runs_nothing(tmp_path, target):
 
 def test_a_killed_run_leaves_no_half_shard(tmp_path, target, monkeypatch):
     """A crash while writing leaves a temporary name only; the next run completes the store."""
-    import dflash_hf.data.features as module
+    import dflash_hf.data.feature_store as module
 
     def crash(tensors, file):
         file.write_bytes(b"half")
@@ -105,7 +117,7 @@ def test_a_killed_run_leaves_no_half_shard(tmp_path, target, monkeypatch):
         patch.setattr(module, "save_file", crash)
         build(tmp_path, target)
     assert shard_bytes(tmp_path) == {}
-    with pytest.raises(FeatureStoreError, match="lacks shard 0"):
+    with pytest.raises(FeatureStoreError, match="holds 0 of 7 examples.*same command again"):
         FeatureStore(tmp_path)
     store = build(tmp_path, target)
     torch.testing.assert_close(
@@ -118,25 +130,30 @@ def other_target():
     """Equal in shape, one weight differs."""
     changed = tiny_target()
     with torch.no_grad():
-        changed.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+        changed.model.layers[1].mlp.up_proj.weight[33, 16] += 2**-20  # not at an end of the tensor
     return changed
 
 
 REFUSED = {
     "dataset": (dict(data=dataset(seed=1)), "dataset_fingerprint"),
-    "same tokens, other cuts": (dict(data=dataset(lengths=[3, 9, 14, 7, 1, 11, 5])), "dataset_fingerprint"),
+    "same tokens, other cuts": (dict(data=dataset(lengths=[3, 9, 14, 7, 1, 11, 8])), "dataset_fingerprint"),
     "longer dataset": (dict(data=dataset(lengths=[*LENGTHS, 4])), "dataset_fingerprint"),
     "taps": (dict(layer_ids=[0, 1]), "target_layer_ids"),
     "order of taps": (dict(layer_ids=[2, 0]), "target_layer_ids"),
     "dtype": (dict(dtype=torch.float32), "dtype"),
-    "shards": (dict(examples_per_shard=4), "shard_examples"),
+    "shards": (dict(shard_bytes=4096), "shard_bytes"),
+    "final states": (dict(final_hidden_states=True), "final_hidden_states"),
+    "tokenizer": (
+        dict(tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))),
+        "tokenizer_fingerprint",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_another_store_is_refused(tmp_path, target, kind):
     """The error names the folder, the field and the remedy, and nothing is written."""
-    build(tmp_path, target)
+    build(tmp_path, target, tokenizer=make_tokenizer())
     before = shard_bytes(tmp_path)
     more, field = REFUSED[kind]
     with pytest.raises(FeatureStoreError) as caught:
@@ -170,12 +187,128 @@ def test_fingerprints(target):
 
 
 def test_a_missing_shard_is_named(tmp_path, target):
-    """The error gives the number, the total and how to go on."""
+    """The error gives the file and how to go on."""
     build(tmp_path, target)
     (tmp_path / "features-00001.safetensors").unlink()
     with pytest.raises(FeatureStoreError) as caught:
         FeatureStore(tmp_path)
-    assert "shard 1 of 3" in str(caught.value) and "again" in str(caught.value)
+    assert "features-00001" in str(caught.value) and "again" in str(caught.value)
+
+
+def test_a_cut_shard_is_refused_on_opening(tmp_path, target):
+    """Both sizes are named; building again computes that shard only and the store is as before."""
+    build(tmp_path, target)
+    before = shard_bytes(tmp_path)
+    file = tmp_path / "features-00001.safetensors"
+    file.write_bytes(before[file.name][:-1])
+    with pytest.raises(FeatureStoreError, match=f"features-00001.*{len(before[file.name]):,}"):
+        FeatureStore(tmp_path)
+    build(tmp_path, target)
+    assert shard_bytes(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", [40, -1])
+def test_a_flipped_bit_is_refused_on_first_touch(tmp_path, target, place):
+    """In the header or in the numbers; the other shards still read; deleted and built again, it reads."""
+    store = build(tmp_path, target)
+    expected = store[4]
+    file = tmp_path / "features-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    store = FeatureStore(tmp_path)
+    store[0]
+    with pytest.raises(FeatureStoreError) as caught:
+        store[4]
+    for word in ("features-00001", "SHA-256", "Delete that file"):
+        assert word in str(caught.value)
+    file.unlink()
+    assert torch.equal(build(tmp_path, target)[4], expected)
+
+
+def test_final_hidden_states(tmp_path, target):
+    """After the final norm, what the head reads: the head on them gives the target's logits. Kept once asked for."""
+    assert build(tmp_path / "without", target).final_hidden_states is None
+    store = build(tmp_path / "with", target, final_hidden_states=True, dtype=torch.float32, shard_bytes=2**14)
+    assert store.final_hidden_states is not None and len(store.final_hidden_states) == 7
+    for index, ids in enumerate(dataset()["input_ids"]):
+        with torch.no_grad():
+            logits = target(input_ids=torch.tensor([ids])).logits[0]
+        states = store.final_hidden_states[index]
+        assert states.shape == (len(ids), 32)
+        torch.testing.assert_close(target.lm_head(states), logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(store[index], oracle(target, ids, [0, 2]), rtol=0, atol=1e-5)
+    again = build_feature_store(tmp_path / "with", target=target, dataset=dataset(), layer_ids=[0, 2])
+    assert again.manifest.final_hidden_states and again.manifest.dtype == "float32"
+
+
+def test_it_says_how_much_it_will_write(tmp_path, target):
+    """Before it starts: the bytes of all tensors, which the files then hold with little more; 0 once it is complete."""
+    said = []
+    build(tmp_path, target, on_start=lambda *numbers: said.append(numbers))
+    held = sum(len(content) for content in shard_bytes(tmp_path).values())
+    assert said[0][0] == sum(LENGTHS) * 2 * 32 * 2 and said[0][0] < held < said[0][0] + 7 * 200
+    assert said[0][1] > said[0][0]
+    build(tmp_path, target, on_start=lambda *numbers: said.append(numbers))
+    assert said[1][0] == 0
+
+
+def test_a_full_disk_stops_it_before_it_starts(tmp_path, target, monkeypatch):
+    """The error gives both sizes; the target does not run and nothing is written."""
+    usage = type("Usage", (), {"free": 5000})
+    monkeypatch.setattr("dflash_hf.data.features.shutil.disk_usage", lambda path: usage)
+    target.get_decoder().register_forward_pre_hook(lambda *_: pytest.fail("the target ran"))
+    with pytest.raises(FeatureStoreError, match=r"need 0\.00 GB more.*0\.00 GB free.*larger disk"):
+        build(tmp_path / "store", target)
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_tokenizer_fingerprint():
+    """It sees the pipeline, not what the last call padded or cut to."""
+    first = make_tokenizer()
+    before = fingerprint_tokenizer(first)
+    first.pad_token = "<unk>"
+    first(["one two", "three"], padding=True, truncation=True, max_length=2)
+    assert "Padding" not in before and fingerprint_tokenizer(first) == before
+    other = make_tokenizer()
+    other.backend_tokenizer.pre_tokenizer = None
+    assert fingerprint_tokenizer(other) != before
+
+
+KILLED = """
+import sys
+sys.path[:0] = [{tests!r}, {here!r}]
+import time
+import dflash_hf.data.features as features
+from conftest import tiny_target
+from test_features import build
+write = features.write_shard
+def slow(*args, **more):
+    entry = write(*args, **more)
+    print("shard", flush=True)
+    time.sleep({pause})
+    return entry
+features.write_shard = slow
+build({path!r}, tiny_target(), shard_bytes=2000)
+"""
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.5])
+def test_killed_and_started_again(tmp_path, target, pause):
+    """SIGKILL between shard and manifest (pause), or right after; the store then ends with the bytes of a whole run."""
+    here = Path(__file__).parent
+    script = KILLED.format(tests=str(here.parent), here=str(here), path=str(tmp_path / "a"), pause=pause)
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    for _ in range(2):
+        assert child.stdout.readline() == "shard\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert pause == 0.0 or 0 < len(json.loads((tmp_path / "a" / "manifest.json").read_text())["shards"]) < 4
+    build(tmp_path / "a", target, shard_bytes=2000)
+    build(tmp_path / "b", target, shard_bytes=2000)
+    first, second = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in "ab")
+    assert first == second and len(second) > 4
 
 
 def test_a_folder_without_manifest_is_no_store(tmp_path):
@@ -198,8 +331,19 @@ def test_manifest_says_what_the_features_belong_to(tmp_path, target):
     """Plain JSON with everything that a check needs."""
     build(tmp_path, target)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["format_version"] == 1 and manifest["target_layer_ids"] == [0, 2]
-    assert manifest["hidden_size"] == 32 and manifest["dtype"] == "bfloat16" and manifest["shard_examples"] == [3, 3, 1]
+    assert manifest["format_version"] == 2 and manifest["target_layer_ids"] == [0, 2] and manifest["examples"] == 7
+    assert manifest["hidden_size"] == 32 and manifest["dtype"] == "bfloat16" and not manifest["final_hidden_states"]
+    assert [shard["examples"] for shard in manifest["shards"]] == [3, 3, 1]
+    for number, shard in enumerate(manifest["shards"]):
+        content = (tmp_path / f"features-{number:05d}.safetensors").read_bytes()
+        assert shard["bytes"] == len(content) and shard["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_a_store_of_an_older_format_is_refused(tmp_path, target):
+    (tmp_path / "manifest.json").write_text('{"format_version": 1, "shard_examples": [3]}')
+    for use in (FeatureStore, lambda path: build(path, target)):
+        with pytest.raises(FeatureStoreError, match="format 1.*reads format 2.*again"):
+            use(tmp_path)
 
 
 def test_reading_is_lazy(tmp_path, target):

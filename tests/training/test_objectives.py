@@ -147,11 +147,24 @@ def test_evaluation_loss_does_not_depend_on_the_objective(tmp_path):
             assert make_trainer(tmp_path, evaluation=data, **more).evaluate()["eval_loss"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("objective", ["target_argmax", "target_kl"])
+def test_stored_final_states_give_the_loss_of_features_in_memory(tmp_path, objective):
+    """A store made for the objective keeps what the target's head reads; only rounded to bf16."""
+    more = dict(objective=objective, train=rows(UNEVEN, holes=True))
+    disk = make_trainer(tmp_path / "out", features_dir=str(tmp_path / "store"), **more)
+    memory = make_trainer(tmp_path / "out", drafter=disk.model, features="memory", **more)
+    for states in (memory.train_dataset.features, memory.train_dataset.final_states):
+        states[:] = [state.bfloat16() for state in states]
+    disk.model.eval()
+    expected = memory.compute_loss(disk.model, collate(memory)).item()
+    assert disk.compute_loss(disk.model, collate(disk)).item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_store_without_final_states_is_refused(tmp_path):
-    """target_kl from a feature store that holds taps only: the remedy is named."""
-    trainer = make_trainer(tmp_path / "out", objective="target_kl", features_dir=str(tmp_path / "store"))
-    with pytest.raises(DFlashError, match="final hidden states"):
-        trainer.compute_loss(trainer.model, collate(trainer))
+    """target_kl from a feature store that holds taps only: the field is named."""
+    make_trainer(tmp_path / "out", features_dir=str(tmp_path / "store"))
+    with pytest.raises(DFlashError, match="final_hidden_states False"):
+        make_trainer(tmp_path / "out", objective="target_kl", features_dir=str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(
