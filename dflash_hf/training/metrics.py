@@ -80,8 +80,13 @@ class RunningCounts:
         self._since: float | None = None
 
     def start_clock(self) -> None:
-        """Called when training starts, and after anything else that took time."""
+        """Called when training starts."""
         self._since = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count these seconds: something else than training took them."""
+        if self._since is not None:
+            self._since += seconds
 
     def add(self, *, tokens: torch.Tensor, counts: BlockCounts) -> None:
         """Add a batch: its number of tokens, and its blocks."""

@@ -1,13 +1,15 @@
-"""The training loss of a batch: objective and weights over the active rows of all its blocks."""
+"""Hidden states of all blocks of a batch -> the training loss, or what an evaluation counts."""
 
 from __future__ import annotations
 
 import torch
 
 from ..target import OutputHead
+from .anchors import IGNORE, slot_weights
 from .arguments import DFlashTrainingArguments
 from .blocks import rows_before_labels
 from .losses import chunked_losses, dpace_weights, head_over_tokens
+from .metrics import count_blocks
 
 
 def batch_loss(
@@ -61,3 +63,44 @@ def batch_loss(
     hits = torch.zeros_like(weights, dtype=torch.bool)
     hits.view(-1)[active] = losses.hits
     return (losses.losses * weights.flatten()[active]).sum(), hits
+
+
+def evaluation_sums(
+    *,
+    hidden: torch.Tensor,
+    batch: dict[str, torch.Tensor],
+    head: OutputHead,
+    gamma: float,
+    chunk_rows: int,
+    first_slot: int,
+) -> torch.Tensor:
+    """What a batch adds to an evaluation: decayed cross-entropy of every label, over the whole vocabulary, and hits.
+
+    Args:
+        hidden: `[b, N, B, H]`, of `draft_blocks`.
+        batch: of `DFlashDataCollator`.
+        head: for the drafter's logits.
+        gamma: decay constant of the weights.
+        chunk_rows: rows whose logits exist at once.
+        first_slot: the first slot that predicts.
+
+    Returns:
+        `[5 + 2 P]` in fp64 (fp32 on MPS, which has no other): loss sum, weight sum, examples, `BlockCounts.stacked()`.
+    """
+    labels = batch["labels"]
+    supervised = labels != IGNORE
+    active = supervised.flatten().nonzero().flatten()
+    losses = chunked_losses(
+        rows=hidden.flatten(0, -2)[active],
+        labels=labels.flatten()[active],
+        logits_of=head,
+        chunk_rows=chunk_rows,
+    )
+    hits = torch.zeros_like(supervised)
+    hits.view(-1)[active] = losses.hits
+    counts = count_blocks(hits=hits, supervised=supervised, keep=batch["keep"], first_slot=first_slot)
+    weights = slot_weights(labels=labels, gamma=gamma, first_slot=first_slot)
+    exact = torch.float32 if labels.device.type == "mps" else torch.float64
+    loss = (losses.losses.to(exact) * weights.flatten()[active]).sum()
+    examples = torch.tensor(len(labels), device=labels.device)
+    return torch.cat([torch.stack([loss, weights.sum(), examples]), counts.stacked()]).to(exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,17 @@ from ..data.chat import check_token_ids, prepare_dataset
 from ..errors import DFlashError
 from ..modeling_dflash import DFlashDraftModel
 from ..target import OutputHead, check_compatibility
-from .anchors import IGNORE, default_gamma, slot_weights
+from .anchors import default_gamma
 from .arguments import DFlashTrainingArguments
 from .blocks import draft_blocks
 from .collator import DrafterDataset
 from .dataset import build_collator, build_dataset
 from .initialisation import initialise_from_target
 from .lora import adapted, base_drafter, merged
-from .losses import RowLosses, chunked_losses
 from .masks import default_implementation
 from .metrics import RunningCounts, acceptance_metrics, count_blocks
 from .muon import MuonWithAdamW
-from .objective import batch_loss
+from .objective import batch_loss, evaluation_sums
 from .packing import keeps_documents_apart, states_of_batch
 from .reports import write_curve, write_training_card
 from .support import require_trainable
@@ -305,47 +305,30 @@ class DFlashTrainer(Trainer):
         Whatever the training objective, the loss is the decayed cross-entropy of the data's tokens: runs compare.
         """
         model = self._wrap_model(self.model, training=False).eval()
-        places = self.drafter_config.block_size - self.first_slot
-        device = self.args.device
-        exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        # loss sum, weight sum, examples; then BlockCounts
-        sums = torch.zeros(3 + 2 + 2 * places, dtype=exact, device=device)
+        started = time.perf_counter()
+        total = self.counts.sums.new_zeros(len(self.counts.sums) + 1)  # a rank without a batch takes part too
         for inputs in dataloader:
             inputs = self._prepare_inputs(inputs)
-            labels = inputs["labels"]
-            weights = slot_weights(labels=labels, gamma=self.decay_gamma, first_slot=self.first_slot)
             with torch.no_grad(), self.accelerator.autocast():
-                losses, active = self._evaluate_batch(model, inputs)
-            hits = torch.zeros_like(labels, dtype=torch.bool)
-            hits.view(-1)[active] = losses.hits
-            counts = count_blocks(
-                hits=hits, supervised=labels != IGNORE, keep=inputs["keep"], first_slot=self.first_slot
-            )
-            loss = (losses.losses.to(exact) * weights.flatten()[active]).sum()
-            examples = torch.tensor(len(labels), device=device)
-            sums += torch.cat([torch.stack([loss, weights.sum(), examples]), counts.stacked()])
+                sums = evaluation_sums(
+                    hidden=self.draft_hidden_states(model, inputs),
+                    batch=inputs,
+                    head=self.head,
+                    gamma=self.decay_gamma,
+                    chunk_rows=self.args.head_chunk_rows,
+                    first_slot=self.first_slot,
+                )
+            total += sums
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss, weight, examples, *blocks = self.accelerator.reduce(sums, reduction="sum").tolist()
+        loss, weight, examples, *blocks = self.accelerator.reduce(total, reduction="sum").tolist()
         metrics = {"loss": loss / max(weight, 1e-12), **acceptance_metrics(blocks)}
-        self.counts.start_clock()  # an evaluation within a run is no training time
+        self.counts.leave_out(time.perf_counter() - started)  # an evaluation within a run is no training time
         return EvalLoopOutput(
             predictions=None,
             label_ids=None,
             metrics={f"{metric_key_prefix}_{key}": value for key, value in metrics.items()},
             num_samples=int(examples),
         )
-
-    def _evaluate_batch(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[RowLosses, torch.Tensor]:
-        """Cross-entropy of every labelled slot, over the whole vocabulary, and the slots' flat indices."""
-        hidden = self.draft_hidden_states(model, inputs)
-        active = (inputs["labels"] != IGNORE).flatten().nonzero().flatten()
-        losses = chunked_losses(
-            rows=hidden.flatten(0, -2)[active],
-            labels=inputs["labels"].flatten()[active],
-            logits_of=self.head,
-            chunk_rows=self.args.head_chunk_rows,
-        )
-        return losses, active
 
     def save_merged(self, output_dir: str | Path) -> None:
         """Write a whole drafter in the published layout, the adapter added into its weights.
