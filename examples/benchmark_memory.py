@@ -11,7 +11,6 @@ on one CPU core. Expect a peak that grows with the anchors' activations, not wit
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Annotated
 import torch
 import typer
 from datasets import Dataset
+from measuring import peak_mb, reset_peak
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,7 +30,7 @@ from dflash_hf.evaluation.comparison import write_result
 
 
 def one_step(anchors: int, vocabulary: int, length: int, chunk: int) -> dict[str, float]:
-    """Peak memory of this process before and after a step, in MB."""
+    """Memory of this process before a step and its peak within, in MB."""
     torch.manual_seed(0)
     target = LlamaForCausalLM(
         LlamaConfig(
@@ -55,15 +55,14 @@ def one_step(anchors: int, vocabulary: int, length: int, chunk: int) -> dict[str
             train_dataset=Dataset.from_dict({"input_ids": [ids], "loss_mask": [[1] * length]}),
         )
         batch = trainer.data_collator([trainer.train_dataset[0]])
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = reset_peak()
         trainer.compute_loss(trainer.model, batch).backward()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = len(batch["active_rows"])
     return {
         "anchors": anchors,
         "labelled_slots": rows,
-        "before_mb": before / 1024,
-        "peak_mb": peak / 1024,
+        "before_mb": before,
+        "peak_mb": peak_mb(),
         "all_logits_mb": rows * vocabulary * 4 / 2**20,
     }
 
