@@ -7,7 +7,9 @@
 (its taps, layers and block size are kept). The adapter is written to `--output`, the whole drafter with the adapter
 added in, in the published layout, to `--output`/merged.
 
-COST_AND_NUMBERS
+On a CPU an update costs about 10 seconds of one core: 20 minutes for 100. A domain that the drafter was trained on
+gains nothing (4 updates on its own GSM8K answers: loss 0.966 -> 0.968, block acceptance length 4.45 -> 4.46); look for
+answers unlike those that it has seen.
 """
 
 from __future__ import annotations

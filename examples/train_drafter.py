@@ -8,7 +8,9 @@
 HuggingFaceH4/ultrachat_200k are downloaded. Target as in quickstart.py. The drafter has 3 layers and a block of 8 (12 M
 parameters).
 
-COST_AND_NUMBERS
+On a CPU an update of 4 rows costs about 10 seconds of one core, most of it the target's forward pass, so 300 updates
+take the better part of an hour. Expect the loss to fall from about 40 to 7 within 40 updates and to 5 within 60; the
+card of the drafter in this repository has the curve of a long run (1,700 updates with cached features).
 """
 
 from __future__ import annotations
