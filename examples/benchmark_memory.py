@@ -5,7 +5,8 @@
 Random weights of SmolLM2-135M's width (576) with Qwen3's vocabulary, one row of 1,024 tokens, block 16, 3 draft layers,
 fp32, forward and backward; each case in a process of its own, since a process keeps its peak. "All logits" is what the
 logits of every slot would take once (a plain cross-entropy holds about three such tensors). One to two minutes a case
-on one CPU core. Expect a peak that grows with the anchors' activations, not with anchors times vocabulary.
+on one CPU core. Recorded: a step adds 907, 1,270 and 2,089 MB where all logits would be 1,107, 2,212 and 4,426 MB once;
+what grows are the draft layers' activations.
 """
 
 from __future__ import annotations
