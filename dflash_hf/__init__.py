@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time the names load o
     from .evaluation.callback import AcceptanceLengthCallback
     from .generation.candidate_generator import DFlashCandidateGenerator
     from .generation.integration import install, uninstall
+    from .generation.session import DFlashSession
     from .generation.statistics import GenerationStats
     from .modeling_dflash import DFlashDraftModel
     from .training.arguments import DFlashTrainingArguments
@@ -30,6 +31,7 @@ _PUBLIC = {
     "DFlashTrainer": ".training.trainer",
     "DFlashTrainingArguments": ".training.arguments",
     "DFlashDataCollator": ".training.collator",
+    "DFlashSession": ".generation.session",
     "DFlashError": ".errors",
     "install": ".generation.integration",
     "uninstall": ".generation.integration",
@@ -42,6 +44,7 @@ __all__ = [
     "DFlashDataCollator",
     "DFlashDraftModel",
     "DFlashError",
+    "DFlashSession",
     "DFlashTrainer",
     "DFlashTrainingArguments",
     "GenerationStats",

@@ -141,6 +141,7 @@ class DFlashConfig(PreTrainedConfig):
     output_multiplier: float | int | None = None
     final_logit_softcapping: float | int | None = None
     target_name_or_path: str | None = None
+    enable_thinking: bool | None = None
     family: str | None = None
     sample_from_anchor: bool = False
     own_embedding: bool = False
@@ -157,7 +158,6 @@ class DFlashConfig(PreTrainedConfig):
     gru_hidden_dim: int | None = None
     emb_dim: int | None = None
     pure_draft_prefix_len: int | None = None
-    enable_thinking: bool | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -256,6 +256,11 @@ class DFlashConfig(PreTrainedConfig):
             )
         check_extras(self)
 
+    @property
+    def first_slot(self) -> int:
+        """The slot that proposes the token after the anchor; a block has `block_size - first_slot` proposals."""
+        return 0 if self.sample_from_anchor else 1
+
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether attention inside the block is causal on this layer (design: is_causal, else sliding means causal)."""
         if self.is_causal is not None:
@@ -348,14 +353,15 @@ class DFlashConfig(PreTrainedConfig):
         return (read_config(config_dict, tensor_names) if config_dict else config_dict), kwargs
 
     def _on_disk(self) -> dict[str, Any]:
-        """The file that it came from where that still means the same, else its family's layout."""
+        """The file that it came from (quantised or not since) where it still means the same, else its family's."""
         fields = self.to_dict()
         if self.source_config is not None:
-            tables = {"embed_tokens.weight": self.own_embedding, "lm_head.weight": self.own_head}
-            names = [name for name, owned in tables.items() if owned]
+            names = ["embed_tokens.weight"] * self.own_embedding + ["lm_head.weight"] * self.own_head
             source = type(self)(**read_config(self.source_config, names)).to_dict()
             if _meaning(fields) == _meaning(source) and fields.get("dtype") in (None, source.get("dtype")):
-                return dict(self.source_config)
+                key, value = "quantization_config", fields.get("quantization_config")
+                kept = {name: entry for name, entry in self.source_config.items() if name != key}
+                return kept | {key: value} if value else kept
         return write_config(fields)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:

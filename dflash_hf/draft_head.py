@@ -33,7 +33,7 @@ class DraftHead:
     def __init__(self, drafter: DFlashDraftModel, target: nn.Module):
         config = drafter.config
         self.drafter, self.target = drafter, target
-        self.first_slot = 0 if config.sample_from_anchor else 1
+        self.first_slot = config.first_slot
         self.correction = drafter.correction()
         self.walks = self.correction is not None
         self.scale = config.input_embedding_scale

@@ -1,17 +1,16 @@
-"""Reading a checkpoint's files strictly: which tensors they hold, and whether a model got all of them."""
+"""Whether a model got all of a checkpoint, and nothing but it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers import GenerationConfig
+from transformers.utils import cached_file
 
 from .checkpoints import name_from_disk
 from .errors import CheckpointError
@@ -20,44 +19,16 @@ _REMEDY = "The files are not a complete drafter of a layout that dflash_hf reads
 _OPTIONAL = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
 
 
-def tensor_names(source: str | os.PathLike, *, variant: str | None = None, **hub: Any) -> list[str] | None:
-    """Names of all tensors in a checkpoint's safetensors files; None if it has none.
+def own_generation_config(source: str | os.PathLike, **hub: Any) -> GenerationConfig:
+    """The drafter's `generation_config.json`; published drafters have none, which is an empty one.
 
     Args:
-        source: folder, or Hub repository (its files are downloaded into the cache).
-        variant: of the weights, as in `from_pretrained`.
+        source: folder or Hub repository.
         hub: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
-
-    Raises:
-        CheckpointError: for a file that is corrupt or cut off, naming it.
     """
-    index = cached_file(source, _variant(SAFE_WEIGHTS_INDEX_NAME, variant), **hub, **_OPTIONAL)
-    if index is not None:
-        with open(index, encoding="utf-8") as file:
-            shards = sorted(set(json.load(file)["weight_map"].values()))
-    else:
-        shards = [_variant(SAFE_WEIGHTS_NAME, variant)]
-    names = []
-    for shard in shards:
-        path = cached_file(source, shard, **hub, **_OPTIONAL)
-        if path is None:
-            return None  # transformers' own loading says what is missing
-        try:
-            with safe_open(path, framework="pt") as file:
-                names.extend(file.keys())
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path} cannot be read as safetensors ({error}); it is corrupt or cut off. Download it again, for a "
-                "cached file with force_download=True."
-            ) from error
-    return names
-
-
-def _variant(name: str, variant: str | None) -> str:
-    if variant is None:
-        return name
-    stem, _, ending = name.partition(".safetensors")
-    return f"{stem}.{variant}.safetensors{ending}" if not ending else f"{stem}.safetensors.index.{variant}.json"
+    if cached_file(source, "generation_config.json", **hub, **_OPTIONAL) is None:
+        return GenerationConfig()
+    return GenerationConfig.from_pretrained(source, **hub)
 
 
 def require_complete(source: Any, info: dict[str, Any], *, ignored: Iterable[str] = ()) -> None:

@@ -8,7 +8,6 @@ checkpoint in their layout is this model's state dict.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from typing import Any
@@ -19,121 +18,20 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
-from transformers.utils import cached_file
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from .checkpoints import FAMILIES, name_on_disk
+from .attention import DFlashAttention, DFlashRotaryEmbedding
 from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
 from .errors import DFlashError
-from .loading import read_published_names, require_complete, require_consistent, tensor_names
+from .loading import read_published_names
 from .masks import BlockMasks, LayerMasks
+from .pretrained import DrafterFiles
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
-
-# What of a drafter's generation_config is its own; special tokens are the target's business.
-_DRAFTING_KNOBS = {
-    "block_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-}
-
-
-# Keywords of from_pretrained that say where files lie.
-_HUB_KEYWORDS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-
-
-class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Rotary tables whose inverse frequencies stay in fp32 when the model is cast (rounding them costs 3e-2)."""
-
-    def _apply(self, fn, recurse: bool = True):
-        exact = {name: getattr(self, name) for name in ("inv_freq", "original_inv_freq")}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            if not value.is_meta:
-                setattr(self, name, value.to(device=getattr(self, name).device))
-        return self
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of `states [b, heads, n, head_dim]` with `cos`, `sin` of shape [b, n, head_dim]."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return states * cos + rotate_half(states) * sin
-
-
-class DFlashAttention(nn.Module):
-    """Attention from the block to the cached context, the new context rows and the block itself."""
-
-    def __init__(self, config: DFlashConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = config.layer_is_causal(layer_idx)
-        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if is_sliding else None
-        self.window_rule = config.window_rule
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def keys_and_values(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (normed, rotated) and values `[b, kv_heads, n, head_dim]` of `states [b, n, H]`."""
-        heads = (-1, self.head_dim)
-        keys = self.k_norm(self.k_proj(states).unflatten(-1, heads)).transpose(1, 2)
-        values = self.v_proj(states).unflatten(-1, heads).transpose(1, 2)
-        return rotate(keys, cos, sin), values
-
-    def forward(
-        self,
-        block: torch.Tensor,
-        context: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        masks: BlockMasks,
-        cache: Any,
-    ) -> torch.Tensor:
-        """`block [b, B, H]` (normed) and `context [b, n, H]` -> `[b, B, H]`."""
-        cos, sin = position_embeddings
-        length = block.shape[1]
-        shape = (*block.shape[:-1], -1, self.head_dim)
-        queries = self.q_norm(self.q_proj(block).view(shape)).transpose(1, 2)
-        queries = rotate(queries, cos[:, -length:], sin[:, -length:])
-        keys, values = self.keys_and_values(torch.cat([context, block], dim=1), cos, sin)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(masks.implementation, eager_attention_forward)
-        output, _ = attention(
-            self,
-            queries,
-            keys,
-            values,
-            masks.of_layer(self, num_keys=keys.shape[2]),
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            is_causal=self.is_causal,
-        )
-        return self.o_proj(output.reshape(*block.shape[:-1], -1))
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -169,7 +67,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return block + self.mlp_conv.after(self.mlp(normed), kernel)
 
 
-class DFlashPreTrainedModel(PreTrainedModel):
+class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     """What transformers needs to know about the drafter."""
 
     config_class = DFlashConfig
@@ -201,7 +99,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
 class DFlashDraftModel(DFlashPreTrainedModel):
     """A DFlash drafter. As a rule it has no embedding and no output head: it borrows the target's.
 
-    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`.
+    Use it as `target.generate(..., assistant_model=drafter)`, or train one with `DFlashTrainer`. Load it with this
+    class: a published config.json names another model type (`qwen3`) for the engines' sake, so `AutoModel` would build
+    that model, with random weights where the drafter has none.
 
     Attributes:
         generation_config: transformers' `GenerationConfig`. `block_size` on it runs the drafter with a smaller block
@@ -263,6 +163,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if not hasattr(_LATEST, "stats"):
             _LATEST.stats = weakref.WeakKeyDictionary()
         _LATEST.stats[self] = stats
+
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        """The drafter's own embedding; None where it borrows the target's. Quantisers ask for it."""
+        return self.embed_tokens
 
     def new_cache(self) -> DraftCache:
         """An empty cache for context keys and values."""
@@ -335,66 +239,3 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for index, layer in enumerate(self.layers):
             keys, values = layer.self_attn.keys_and_values(context, cos, sin)
             cache.update(keys, values, index)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> DFlashDraftModel:
-        """Load a drafter of any supported family from a folder or a Hub repository, without remote code.
-
-        Takes the keywords of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
-
-        Raises:
-            CheckpointError: if the family is not supported, or a tensor is missing, unknown or of the wrong shape; a
-                half-loaded drafter would accept nothing and say nothing.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
-        config = kwargs.get("config")
-        if pretrained_model_name_or_path is not None and not isinstance(config, DFlashConfig):
-            names = tensor_names(pretrained_model_name_or_path, variant=kwargs.get("variant"), **hub)
-            kwargs["tensor_names"] = names
-            config, _ = DFlashConfig.get_config_dict(config or pretrained_model_name_or_path, **hub, tensor_names=names)
-            kwargs.setdefault("key_mapping", FAMILIES[config.get("family") or "zlab"].KEY_MAPPING)
-        elif config is not None:
-            kwargs.setdefault("key_mapping", FAMILIES[config.family].KEY_MAPPING)
-        kwargs.setdefault("use_safetensors", True)  # no pickle, unless the caller asks for it
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            *model_args,
-            output_loading_info=True,
-            # A wrong shape is reported below, with its name and both shapes.
-            **{**kwargs, "ignore_mismatched_sizes": True},
-        )
-        require_complete(pretrained_model_name_or_path, info, ignored=FAMILIES[model.config.family].IGNORED)
-        require_consistent(pretrained_model_name_or_path, d2t=model.d2t, t2d=model.t2d)
-        if pretrained_model_name_or_path is not None:
-            # Optional: published drafters have none.
-            optional = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-            if cached_file(pretrained_model_name_or_path, "generation_config.json", **hub, **optional) is not None:
-                model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        return (model, info) if with_info else model
-
-    def save_pretrained(
-        self,
-        save_directory,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        **kwargs,
-    ):
-        """Write the drafter in its family's layout (z-lab's for new ones), and its own `generation_config.json` if any.
-
-        Takes the arguments of `PreTrainedModel.save_pretrained`.
-        """
-        hub = {
-            key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private") if push_to_hub and key in kwargs
-        }
-        if FAMILIES[self.config.family].TO_DISK:
-            state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = {name_on_disk(name, self.config.family): tensor for name, tensor in state_dict.items()}
-            kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        if is_main_process and _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
-            self.generation_config.save_pretrained(save_directory)
-        if push_to_hub:  # as a whole, so that no file of the folder is left out
-            hub.setdefault("repo_id", os.path.basename(os.path.normpath(save_directory)))
-            self.push_to_hub(**hub, token=kwargs.get("token"))

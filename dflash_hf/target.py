@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -151,8 +151,9 @@ class FeatureCapture:
     """Reads the tapped hidden states of a target by forward hooks, only inside `recording()`, only for this thread.
 
     A hook on the layer itself gives the raw state also for the last layer, where `hidden_states[-1]` has the final norm
-    applied, and leaves `output_hidden_states` to the user. Forward passes outside `recording()` (a logits processor
-    that runs the model, another thread) are not seen.
+    applied, and leaves `output_hidden_states` to the user. Forward passes outside `recording()` (of another thread, or
+    of a logits processor) are not seen. A target that was compiled runs eagerly inside it: its graphs were
+    made without the hooks and would skip them.
 
     Args:
         target: the target model.
@@ -164,6 +165,7 @@ class FeatureCapture:
         # Gemma 3n's layers carry several streams [streams, b, n, H]; the active one is the hidden state.
         self._stream = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self.layer_ids = list(layer_ids)
+        self._compiled = _is_compiled(target, self.layers[0])
         self._thread = threading.get_ident()
         self._recording = False
         self._states: dict[int, list[torch.Tensor]] = {}
@@ -207,7 +209,8 @@ class FeatureCapture:
         self._states.clear()
         self._recording = True
         try:
-            yield
+            with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+                yield
         finally:
             self._recording = False
 
@@ -230,6 +233,16 @@ class FeatureCapture:
         features = torch.cat([tap.to(device) for tap in taps], dim=-1)
         states.clear()
         return features
+
+
+def _is_compiled(target: nn.Module, layer: nn.Module) -> bool:
+    """Whether `torch.compile` was applied to the target or to a part of it that holds `layer`."""
+    path = next(name for name, module in target.named_modules() if module is layer).split(".")
+    holders = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+    return any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in holders
+    )
 
 
 def check_compatibility(config: DFlashConfig, target: nn.Module) -> None:

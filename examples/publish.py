@@ -25,12 +25,12 @@ def main(
     base_model: Annotated[str, typer.Option(help="Hub id of the target.")],
     training_command: Annotated[str, typer.Option(help="The command that trained it, for the card.")],
     training_description: Annotated[str, typer.Option(help="A sentence on data and machine, for the card.")] = "",
-    benchmark: Annotated[Path | None, typer.Option(help="JSON of a benchmark, for the card.")] = None,
-    benchmark_command: Annotated[str, typer.Option(help="The command that measured it.")] = "",
-    benchmark_description: Annotated[str, typer.Option(help="A sentence on what was measured.")] = "",
+    benchmark: Annotated[list[Path] | None, typer.Option(help="JSON of a benchmark, for the card; one a task.")] = None,
+    benchmark_command: Annotated[list[str] | None, typer.Option(help="The command that measured it; one each.")] = None,
+    benchmark_description: Annotated[list[str] | None, typer.Option(help="A sentence on it; one each.")] = None,
     training_dataset: Annotated[str | None, typer.Option(help="Hub id of the training data.")] = None,
-    dataset_name: Annotated[str, typer.Option(help="Name of the benchmark's dataset.")] = "GSM8K",
-    dataset_type: Annotated[str, typer.Option(help="Hub id of the benchmark's dataset.")] = "openai/gsm8k",
+    dataset_name: Annotated[list[str] | None, typer.Option(help="Name of a benchmark's dataset; one each.")] = None,
+    dataset_type: Annotated[list[str] | None, typer.Option(help="Hub id of it; one each.")] = None,
     license: Annotated[str, typer.Option(help="License of the weights.")] = "apache-2.0",
     dtype: Annotated[str, typer.Option(help="Stored dtype.")] = "bfloat16",
     repo_id: Annotated[str | None, typer.Option(help="Push to this Hub repository.")] = None,
@@ -39,14 +39,22 @@ def main(
     model = DFlashDraftModel.from_pretrained(drafter, dtype=getattr(torch, dtype))
     model.config.target_name_or_path = base_model
     model.save_pretrained(output)
-    measured = None
-    if benchmark is not None:
-        measured = json.loads(benchmark.read_text()) | {
-            "command": benchmark_command,
-            "description": benchmark_description,
-            "dataset_name": dataset_name,
-            "dataset_type": dataset_type,
-        }
+    names = {
+        "command": benchmark_command or [""],
+        "description": benchmark_description or [""],
+        "dataset_name": dataset_name or ["GSM8K"],
+        "dataset_type": dataset_type or ["openai/gsm8k"],
+    }
+    files = benchmark or []
+    for option, values in names.items():
+        if files and len(values) != len(files):
+            raise typer.BadParameter(
+                f"{len(files)} benchmarks need {len(files)} values each; {option} has {len(values)}"
+            )
+    measured = [
+        json.loads(file.read_text()) | {option: values[number] for option, values in names.items()}
+        for number, file in enumerate(files)
+    ]
     state = json.loads((drafter / "trainer_state.json").read_text())
     name = repo_id or output.name
     card = fill_card(
@@ -55,7 +63,7 @@ def main(
             base_model=base_model,
             license=license,
             datasets=[training_dataset] if training_dataset else None,
-            benchmark=measured,
+            benchmarks=measured,
         ),
         config=model.config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -65,12 +73,11 @@ def main(
             "description": training_description,
             "curve": training_curve(state["log_history"]),
         },
-        benchmark=measured,
+        benchmarks=measured,
     )
     write_card(card, output / "README.md")
     if repo_id is not None:
-        model.push_to_hub(repo_id)
-        card.push_to_hub(repo_id)
+        model.push_to_hub(repo_id, card=card)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,12 @@ GOLDEN = Path(__file__).parent / "fixtures" / "golden"
 VOCAB = 97
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--speculators-python", help="Python of an environment with speculators 0.9.0, for the tests marked peers."
+    )
+
+
 class Golden:
     """One recorded case: `path`, `meta` and the tensors of `io`."""
 

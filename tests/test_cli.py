@@ -124,6 +124,11 @@ def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "eval_block_acceptance_length" in result.output
+    card = (out / "README.md").read_text()
+    command = next(line for line in card.splitlines() if line.startswith("dflash-hf train"))
+    for part in ("--data data.jsonl", "--mask-token-id 127", "--taps 0,1", "--optimizer muon --muon-fp32"):
+        assert part in command
+    assert "--epochs" not in command and "data.jsonl, 4 examples" in card and str(tmp_path) not in card
     arguments = ["generate", "--target", target_folder, "--drafter", str(out), "--prompt", "w5", "--dtype", "float32"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "8"])
     assert result.exit_code == 0, result.output

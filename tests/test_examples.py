@@ -11,6 +11,8 @@ from conftest import GOLDEN
 from test_cli import make_target_folder
 from typer.testing import CliRunner
 
+from dflash_hf.data.feature_store import FeatureStore
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -53,6 +55,24 @@ def test_benchmark_counts_identical_prompts_and_runs_the_stock_loop(pair, tmp_pa
     run_example("benchmark_gsm8k.py", *pair, *arguments)
     result = json.loads(file.read_text())
     assert result["prompts"] == result["identical_prompts"] == result["identical_to_stock_loop"] == 3
+
+
+def test_cache_features_builds_a_store_and_trains_from_it(pair, tmp_path):
+    """Losses of both kinds are printed and agree to the rounding of the store."""
+    data = tmp_path / "answers.jsonl"
+    rows = [
+        {"input_ids": [(7 * i + j) % 100 + 4 for j in range(20)], "loss_mask": [0] * 5 + [1] * 15} for i in range(8)
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ("--data", str(data), "--store", str(tmp_path / "store"), "--limit", "6", "--steps", "2")
+    output = run_example("cache_features.py", *pair, *arguments)
+    assert "bytes a token" in output and len(FeatureStore(tmp_path / "store" / "train")) == 6
+    online, offline = (
+        [float(loss) for loss in line.split("losses ")[1].split()]
+        for line in output.splitlines()
+        if "an update, losses" in line
+    )
+    assert len(online) == 2 and online == pytest.approx(offline, rel=2e-2)
 
 
 def test_benchmark_round_measures_every_loop(tmp_path):

@@ -1,11 +1,15 @@
 """Cards: written with a seal, never over somebody's words; filled from recorded facts."""
 
+import json
+from pathlib import Path
+
 import pytest
 from conftest import tiny_drafter, tiny_target
 from datasets import Dataset
+from huggingface_hub import ModelCard
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.model_card import card_data, fill_card, is_untouched, training_curve, write_card
+from dflash_hf.model_card import card_data, fill_card, is_untouched, layout_of, training_curve, write_card
 
 
 @pytest.fixture
@@ -25,6 +29,52 @@ def test_card_states_the_config_and_leaves_unknown_sections_out(card, drafter):
     ):
         assert part in text
     assert "## Measured" not in text and "## Training" not in text and "None" not in text
+
+
+def test_several_tasks_become_results_and_rows(drafter):
+    """A task at two temperatures and another one: three entries of the model index, three rows, one command each."""
+    common = {
+        "prompts": 4,
+        "identical_prompts": 4,
+        "rounds": 7,
+        "dataset_type": "openai/gsm8k",
+        "dataset_name": "GSM8K",
+    }
+    common |= {"plain_tokens_per_second": 20.0, "dflash_tokens_per_second": 30.0}
+    tasks = [
+        {**common, "acceptance_length": 2.5, "speedup": 1.5, "command": "first"},
+        {**common, "acceptance_length": 2.25, "speedup": 1.25, "command": "second", "settings": {"temperature": 1.0}},
+        {**common, "acceptance_length": 3.125, "speedup": 2.0, "dataset_type": "a/mbpp", "dataset_name": "MBPP"},
+    ]
+    data = card_data(name="me/drafter", base_model="someone/target", benchmarks=tasks)
+    card = fill_card(data=data, config=drafter.config, num_parameters=1, dtype="float32", benchmarks=tasks)
+    again = ModelCard(str(card)).data
+    found = {
+        (result.dataset_name, (result.metric_args or {}).get("temperature"), result.metric_type): result.metric_value
+        for result in again.eval_results
+    }
+    assert found["GSM8K", None, "acceptance_length"] == 2.5 and found["GSM8K", 1.0, "speedup"] == 1.25
+    assert found["MBPP", None, "acceptance_length"] == 3.125 and found["MBPP", None, "dflash_tokens_per_second"] == 30
+    assert len(found) == 9
+    for row in ("| GSM8K | 4 | 4 | 2.500 |", "| GSM8K (temperature 1.0) | 4 | 4 | 2.250 |", "| MBPP | 4 | 4 | 3.125 |"):
+        assert row in card.text
+    assert "first" in card.text and "second" in card.text
+
+
+def test_the_card_tells_only_the_engines_that_read_the_layout(drafter):
+    """And no path of a local target."""
+    data = card_data(name="me/drafter", base_model=str(Path.cwd()))
+    assert data.base_model is None
+    texts = {
+        layout: str(fill_card(data=data, config=drafter.config, num_parameters=1, dtype="float32", layout=layout))
+        for layout in ("dflash", "speculators", "other")
+    }
+    assert "sglang" in texts["dflash"] and '"method": "dflash"' in texts["dflash"]
+    assert "vllm serve me/drafter" in texts["speculators"] and "sglang" not in texts["speculators"]
+    assert "vllm" not in texts["other"]
+    assert all(str(Path.cwd()) not in text and "AutoModel" in text for text in texts.values())
+    assert layout_of(json.loads(json.dumps(drafter.config._on_disk()))) == "dflash"
+    assert layout_of({"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]}) == "speculators"
 
 
 def test_a_written_card_is_untouched_until_a_person_edits_it(card, tmp_path):

@@ -13,9 +13,10 @@ from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, modeling_dflash
 from dflash_hf import masks as mask_module
+from dflash_hf.attention import DFlashAttention, rotate
 from dflash_hf.errors import DFlashConfigError, DFlashError
 from dflash_hf.masks import BlockMasks, block_visibility, to_additive
-from dflash_hf.modeling_dflash import DFlashAttention, DFlashDecoderLayer
+from dflash_hf.modeling_dflash import DFlashDecoderLayer
 from dflash_hf.target import FeatureCapture, OutputHead, embed_tokens
 
 CASES = sorted(path.name for path in GOLDEN.glob("zlab_*"))
@@ -322,7 +323,7 @@ def _no_key_norm_on_context(monkeypatch):
     def faulty(self, states, cos, sin):
         keys, values = right(self, states, cos, sin)
         shape = (*states.shape[:-1], -1, self.head_dim)
-        raw = modeling_dflash.rotate(self.k_proj(states).view(shape).transpose(1, 2), cos, sin)
+        raw = rotate(self.k_proj(states).view(shape).transpose(1, 2), cos, sin)
         context = states.shape[1] - 8
         return torch.cat([raw[:, :, :context], keys[:, :, context:]], dim=2), values
 

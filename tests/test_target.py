@@ -525,3 +525,32 @@ def test_padding_of_the_vocabulary_is_no_mismatch():
 def test_the_embedding_tap_needs_no_layer():
     """-1 fits every target."""
     check_compatibility(drafter_config(target_layer_ids=[-1]), build("llama"))
+
+
+def compiled_as_a_whole(target):
+    target.compile(backend="eager")
+
+
+def compiled_forward(target):
+    target.forward = torch.compile(target.forward, backend="eager")
+
+
+def compiled_layers(target):
+    for layer in decoder_layers(target):
+        layer.compile(backend="eager")
+
+
+@pytest.mark.parametrize("compile_it", [compiled_as_a_whole, compiled_forward, compiled_layers])
+def test_features_of_a_target_that_was_compiled_before(compile_it):
+    """Its graphs know nothing of the hooks: without a remedy they give no feature, or those of an earlier call."""
+    target = tiny_target()
+    with torch.no_grad():
+        states = target(ids(), output_hidden_states=True).hidden_states
+        compile_it(target)
+        for _ in range(2):
+            target(ids())
+        capture = FeatureCapture(target, [0, 2])
+        with capture, capture.recording():
+            target(ids())
+            features = capture.take(torch.device("cpu"))
+    assert torch.equal(features, torch.cat([states[1], states[3]], dim=-1))

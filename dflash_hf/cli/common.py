@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,22 @@ def reports_errors(command: Callable) -> Callable:
             raise typer.Exit(1) from error
 
     return run
+
+
+def command_line(ctx: typer.Context) -> str:
+    """The command as it could be typed again, for a card: without defaults, and absolute paths by their last name."""
+    words = ["dflash-hf", ctx.info_name or ""]
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name)
+        if value is None or value == parameter.default:
+            continue
+        if isinstance(value, bool):
+            words += parameter.opts[:1] if value else parameter.secondary_opts[:1]
+            continue
+        option = [parameter.opts[0]] if parameter.opts[0].startswith("-") else []
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            words += [*option, Path(each).name if Path(str(each)).is_absolute() else str(each)]
+    return shlex.join(words)
 
 
 def gguf_file_in(target: str, gguf_file: str | None) -> str | None:

@@ -47,7 +47,6 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
     from ..checkpoints import FAMILIES
 
     config = model.config
-    first = 0 if config.sample_from_anchor else 1
     rule = ", counted from the anchor" if config.window_rule == "anchor" else ""
     layers = ", ".join(
         f"{kind.removesuffix('_attention')}{' (causal block)' if config.layer_is_causal(i) else ''}"
@@ -63,7 +62,10 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
         ("target layers", config.num_target_layers or "not recorded"),
         ("thinking", {None: "not recorded", True: "on", False: "off"}[config.enable_thinking]),
         ("taps", ", ".join(map(str, config.target_layer_ids))),
-        ("block size", f"{config.block_size}: {config.block_size - first} proposals, from slot {first} on"),
+        (
+            "block size",
+            f"{config.block_size}: {config.block_size - config.first_slot} proposals, from slot {config.first_slot} on",
+        ),
         ("mask token id", config.mask_token_id),
         ("hidden size", config.hidden_size),
         ("draft layers", f"{config.num_hidden_layers}: {layers}"),
@@ -87,7 +89,7 @@ def _costs(model: Any) -> list[tuple[str, str]]:
     """Size, and what one full round costs without the verification: two operations a weight and row."""
     config = model.config
     width = model.fc.weight.element_size()
-    proposals = config.block_size - (0 if config.sample_from_anchor else 1)
+    proposals = config.block_size - config.first_slot
     new_rows = config.block_size / 2  # of context, about
     parameters = size = operations = read = 0
     for name, parameter in model.named_parameters():

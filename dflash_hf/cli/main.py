@@ -5,7 +5,9 @@ from __future__ import annotations
 import typer
 
 from .cache_features import cache_features
+from .chat import chat
 from .evaluate import evaluate
+from .export import export
 from .generate import generate
 from .info import info
 from .regenerate import regenerate
@@ -18,11 +20,13 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(train)
 app.command()(regenerate)
 app.command()(cache_features)
 app.command()(evaluate)
 app.command()(info)
+app.command()(export)
 
 if __name__ == "__main__":
     app()

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .common import console, load_target, load_tokenizer, parse_taps, reports_errors
+from .common import command_line, console, load_target, load_tokenizer, parse_taps, reports_errors
 
 
 @reports_errors
 def train(
+    ctx: typer.Context,
     target: Annotated[str, typer.Option(help="Target: Hub repository or folder (a folder with one GGUF file too).")],
     data: Annotated[
         list[str],
@@ -247,7 +248,7 @@ def train(
         where = f"{output}, with the drafter in {output / 'merged'}" if merge_lora else output
         console.print(f"Adapter saved in {where}", markup=False)
         return
-    trainer.create_model_card()
+    trainer.create_model_card(dataset=data, command=command_line(ctx))
     console.print(
         f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}", markup=False
     )

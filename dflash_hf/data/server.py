@@ -55,7 +55,6 @@ def server_answerer(
         session.mount(scheme, HTTPAdapter(max_retries=waits, pool_maxsize=concurrency))
     if api_key is not None:
         session.headers["Authorization"] = f"Bearer {api_key}"
-    end = tokenizer.convert_ids_to_tokens(eos_token_id)
     fixed = {
         "model": model,
         "max_tokens": max_new_tokens,
@@ -84,7 +83,7 @@ def server_answerer(
         finished = reason == "stop"
         ids = choice.get("token_ids")
         if ids is None:
-            ids = tokenizer(text.removesuffix(end), add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = list(ids)
         if finished and ids[-1:] != [eos_token_id]:
             ids.append(eos_token_id)

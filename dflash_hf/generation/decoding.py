@@ -14,6 +14,7 @@ from ..target import FeatureCapture, check_compatibility, position_limit
 from .acceptor import Acceptor
 from .candidate_generator import DFlashCandidateGenerator
 from .kept_context import KeptContext, keep, recall
+from .multi_token_check import CHECKED_TOKENS, check_multi_token_forward
 from .outputs import OutputRecorder
 from .processors import Processors
 from .rollback import Rollback
@@ -38,7 +39,8 @@ class DFlashDecoding:
 
     Raises:
         TargetMismatchError: if drafter and target do not fit.
-        UnsupportedGenerationError: if the target keeps its state elsewhere than in a cache with layers.
+        UnsupportedGenerationError: if the target keeps its state elsewhere than in a cache with layers, or cannot run
+            several tokens on a recurrent state at once.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class DFlashDecoding:
         generation_config: GenerationConfig,
         streamer: Any,
         model_kwargs: dict[str, Any],
-        synced_gpus: bool,
+        synced_gpus: bool = False,
     ):
         check_compatibility(drafter.config, target)
         batch_size = input_ids.shape[0]
@@ -64,7 +66,7 @@ class DFlashDecoding:
         self.stop = StopRule(
             stopping_criteria,
             max_length=generation_config.max_length,
-            pad_token_id=generation_config._pad_token_tensor,
+            pad_token_id=getattr(generation_config, "_pad_token_tensor", None),
             batch_size=batch_size,
         )
         self.recorder = OutputRecorder(generation_config, batch_size=batch_size)
@@ -120,8 +122,15 @@ class DFlashDecoding:
             lengths=lengths,
         )
         outputs = self.forward.prefill()
-        self.rollback = Rollback(self.forward.cache)
         features = self.capture.take(self.generator.device)
+        self.rollback = Rollback(self.forward.cache)
+        check_multi_token_forward(
+            self.target,
+            self.forward,
+            self.rollback,
+            ids=self.sequences.aligned()[:, -CHECKED_TOKENS:],
+            room=self.stop.max_length - self._prompt_length - 1,
+        )
         positions, real = self.forward.prompt_positions(features.shape[1])
         self.generator.add_context(features, positions, real=real)
         self.recorder.add_prefill(outputs)
@@ -246,7 +255,7 @@ class DFlashDecoding:
 
     def _roll_back(self, cached: list[int], kept: list[int], *, ran: int) -> None:
         """The anchor and the accepted proposals of each row stay; its newest token has not been run."""
-        if min(kept) == max(kept):
+        if self.acceptor.in_step or len(self.rows) == 1:
             self.pending = self.rollback.keep(ran=ran, kept=self.pending + kept[0])
             return
         end = self.forward.prompt_columns + max(cached)

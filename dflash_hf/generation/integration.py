@@ -17,6 +17,7 @@ from ..configuration_dflash import DFlashConfig
 from ..errors import UnsupportedGenerationError
 from ..modeling_dflash import DFlashDraftModel
 from .decoding import DFlashDecoding
+from .misuse import install_pipeline_gate, refuse_mistaken_drafter, uninstall_pipeline_gate
 
 # What transformers' own loop does not do: it would draft wrong tokens, slowly.
 _BEYOND_STOCK = ("sample_from_anchor", "own_embedding", "own_head", "selector_rank", "markov_rank", "gru_hidden_dim")
@@ -46,6 +47,7 @@ def install() -> None:
             wrapper = wrap(original)
             wrapper._dflash_original = original
             setattr(GenerationMixin, name, wrapper)
+    install_pipeline_gate()
 
 
 def uninstall() -> None:
@@ -54,6 +56,7 @@ def uninstall() -> None:
         original = getattr(getattr(GenerationMixin, name), "_dflash_original", None)
         if original is not None:
             setattr(GenerationMixin, name, original)
+    uninstall_pipeline_gate()
 
 
 def _wrap_decoding(original):
@@ -105,6 +108,8 @@ def _wrap_validation(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = as_drafter(generation_mode_kwargs.get("assistant_model"))
+        if drafter is None:
+            refuse_mistaken_drafter(generation_mode_kwargs.get("assistant_model"))
         if drafter is None or _wants_stock_loop(generation_config):
             if drafter is not None:
                 _validate_stock(drafter.config)

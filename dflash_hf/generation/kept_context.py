@@ -32,8 +32,8 @@ class KeptContext:
         self.cache, self.lengths, self.columns = cache, lengths, columns
 
     def __deepcopy__(self, memo: dict) -> KeptContext:
-        other = copy.copy(self)
-        other.cache, other.lengths = copy.deepcopy(self.cache, memo), list(self.lengths)
+        other = object.__new__(KeptContext)
+        vars(other).update(vars(self), cache=copy.deepcopy(self.cache, memo), lengths=list(self.lengths))
         return other
 
     def __reduce__(self):

@@ -62,7 +62,7 @@ class Processors:
         per_row: whether rows may be shown to them apart from each other.
     """
 
-    def __init__(self, processors: LogitsProcessorList, *, batch_size: int):
+    def __init__(self, processors: LogitsProcessorList, *, batch_size: int = 1):
         self.all = processors
         self.batch_size = batch_size
         self._of_row: dict[tuple[int, bool], LogitsProcessorList] = {}

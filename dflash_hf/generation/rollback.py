@@ -47,8 +47,10 @@ class Rollback:
         for layer in self._croppable:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
-        self.replays = bool(self._stateful)
-        self.movable = all(type(layer) in _MOVABLE for layer in layers)
+        # MiniMax keeps its states in the cache itself, beside the layers.
+        self._own_state = any(_holds_tensors(value) for name, value in vars(cache).items() if name != "layers")
+        self.replays = bool(self._stateful) or self._own_state
+        self.movable = not self.replays and all(type(layer) in _MOVABLE for layer in layers)
         self.rows_may_leave = self.movable and not any(type(layer) is StaticLayer for layer in layers)
         self._layers = layers
         self._saved: list[dict[str, Any]] = []
@@ -56,7 +58,7 @@ class Rollback:
 
     def remember(self) -> None:
         """Called before a verification with proposals."""
-        if self._stateful:
+        if self.replays:
             self._saved = [_snapshot(layer) for layer in self._stateful]
             self._saved_cache = {name: _copy(value) for name, value in vars(self.cache).items() if name != "layers"}
 
@@ -130,6 +132,11 @@ def _snapshot(layer: Any) -> dict[str, Any]:
     rolls_over = isinstance(layer, StaticLayer) and layer.is_sliding
     shared = ("keys", "values") if isinstance(layer, (DynamicLayer, StaticLayer)) and not rolls_over else ()
     return {name: value if name in shared else _copy(value) for name, value in vars(layer).items()}
+
+
+def _holds_tensors(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(item, torch.Tensor) for item in values)
 
 
 def _copy(value: Any) -> Any:

@@ -203,9 +203,7 @@ class TargetForward:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = logits
         with self.capture.recording():
-            outputs = self.target(**inputs, return_dict=True)
-        self.model_kwargs[self.key] = outputs[self.key]
-        return outputs
+            return self.target(**inputs, return_dict=True)
 
     def _prepared_by_target(self, ids: torch.LongTensor, inputs: dict[str, Any], count: int) -> dict[str, Any]:
         # What grows with the sequence goes on as in plain generation: the last type, or plain text.

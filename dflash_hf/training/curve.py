@@ -5,6 +5,8 @@ Written by hand because a plotting library is no dependency of this package, and
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 _WIDTH, _HEIGHT, _MARGIN, _GAP = 420, 260, 48, 32
@@ -68,3 +70,14 @@ def _panel(title: str, lines: dict[str, list[tuple[int, float]]], *, left: int) 
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
         parts.append(f'<text x="{_WIDTH - _MARGIN - 130 + 70 * number}" y="20" fill="{colour}">{name}</text>')
     return f'<g transform="translate({left} 0)">{"".join(parts)}</g>'
+
+
+def write_curve(log_history: list[dict[str, Any]], path: Path) -> None:
+    """Write `curve_svg` of a run to `path`, if anything was logged twice."""
+    svg = curve_svg(log_history)
+    if svg is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(svg, encoding="utf-8")
+    os.replace(temporary, path)

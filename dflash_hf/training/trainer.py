@@ -23,6 +23,7 @@ from .anchors import default_gamma
 from .arguments import DFlashTrainingArguments
 from .blocks import draft_blocks
 from .collator import DrafterDataset
+from .curve import write_curve
 from .dataset import build_collator, build_dataset
 from .initialisation import initialise_from_target
 from .lora import adapted, base_drafter, merged
@@ -31,7 +32,7 @@ from .metrics import RunningCounts, acceptance_metrics, count_blocks
 from .muon import MuonWithAdamW
 from .objective import batch_loss, evaluation_sums
 from .packing import keeps_documents_apart, states_of_batch
-from .reports import write_curve, write_training_card
+from .publishing import PublishesDrafter
 from .support import require_trainable
 
 
@@ -53,7 +54,7 @@ class _TrainingRun(TrainerCallback):
             self.trainer.save_curve()
 
 
-class DFlashTrainer(Trainer):
+class DFlashTrainer(PublishesDrafter, Trainer):
     """Trains a drafter against a frozen target (DFlash, arXiv 2602.06036).
 
     The target's features are tapped (in every step, or once: `args.features`), blocks are drawn at random anchors of
@@ -352,34 +353,6 @@ class DFlashTrainer(Trainer):
             path: an SVG file; `training_curve.svg` in `args.output_dir` by default.
         """
         write_curve(self.state.log_history, Path(path or Path(self.args.output_dir, "training_curve.svg")))
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Write the drafter's card into `args.output_dir`, unless a README.md is there that a person wrote or edited.
-
-        The arguments are those of transformers' Trainer, which calls this from `push_to_hub`; `license`, `model_name`,
-        `finetuned_from` (the target) and `dataset` are used.
-        """
-        if self.is_world_process_zero():
-            write_training_card(
-                drafter=base_drafter(self.accelerator.unwrap_model(self.model)),
-                args=self.args,
-                state=self.state,
-                name=getattr(self, "hub_model_id", None) or model_name,
-                license=license,
-                base_model=finetuned_from,
-                datasets=[dataset] if isinstance(dataset, str) else dataset,
-            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what the training steps since the last training log counted (`RunningCounts`)."""

@@ -245,3 +245,17 @@ def test_an_explicit_config_is_taken_as_it_is(tmp_path):
     model = DFlashDraftModel.from_pretrained(GOLDEN / "muse_assistant", config=config)
     assert model.config.target_name_or_path == "org/target"
     assert torch.equal(model.fc.weight, DFlashDraftModel.from_pretrained(GOLDEN / "muse_assistant").fc.weight)
+
+
+def test_a_quantisation_is_transformers_business(tmp_path):
+    """The key reaches transformers, which quantises or says what it lacks, and is saved again."""
+    on_disk = config_on_disk(GOLDEN / "zlab_qwen3_full")
+    on_disk["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(on_disk))
+    config = DFlashConfig.from_pretrained(tmp_path)
+    assert config.quantization_config == on_disk["quantization_config"]
+    config.save_pretrained(tmp_path / "same")
+    assert config_on_disk(tmp_path / "same") == on_disk
+    config.block_size = 4
+    config.save_pretrained(tmp_path / "changed")
+    assert config_on_disk(tmp_path / "changed")["quantization_config"] == on_disk["quantization_config"]

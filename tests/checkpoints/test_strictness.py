@@ -312,7 +312,7 @@ def test_pickled_weights_need_to_be_asked_for(tmp_path):
     case = GOLDEN / "zlab_one_layer"
     (tmp_path / "config.json").write_bytes((case / "config.json").read_bytes())
     torch.save(load_file(case / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(CheckpointError, match="use_safetensors=False"):
         DFlashDraftModel.from_pretrained(tmp_path)
     model = DFlashDraftModel.from_pretrained(tmp_path, use_safetensors=False)
     assert torch.equal(model.fc.weight, DFlashDraftModel.from_pretrained(case).fc.weight)

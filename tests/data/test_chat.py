@@ -232,12 +232,11 @@ def test_an_answer_that_the_prompt_does_not_lead_to_is_refused():
         assert word in text
 
 
-@pytest.mark.parametrize("marks", ["", "hi"])
-def test_an_all_zero_mask_is_refused_with_the_template_s_name(marks):
-    """Marks around the wrong thing leave the answers without loss."""
+def test_an_all_zero_mask_is_refused_with_the_template_s_name():
+    """Marks in a branch that these messages never take leave the answers without loss."""
     template = MARKED.replace(
         "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}",
-        "{% generation %}" + ("" if not marks else "{% if false %}hi{% endif %}") + "{% endgeneration %}"
+        "{% if message.reasoning %}{% generation %}{{ message.reasoning }}{% endgeneration %}{% endif %}"
         "{{ message['content'] }}<|im_end|>",
     )
     assert template != MARKED

@@ -130,7 +130,7 @@ def other_target():
     """Equal in shape, one weight differs."""
     changed = tiny_target()
     with torch.no_grad():
-        changed.model.layers[1].mlp.up_proj.weight[33, 16] += 2**-20  # not at an end of the tensor
+        changed.model.embed_tokens.weight[48, 5] += 2**-20  # far from both ends of the tensor
     return changed
 
 

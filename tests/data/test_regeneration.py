@@ -153,6 +153,17 @@ def test_a_half_written_line_is_dropped_and_answered_again(tmp_path, cut):
     assert all(row == expected[row["index"]] for row in read(path))
 
 
+def test_a_half_line_behind_a_complete_file_is_cut_off(tmp_path):
+    """Nothing is written over it, so it must go by itself."""
+    target, tokenizer = speaking_target(), make_tokenizer()
+    path = tmp_path / "a.jsonl"
+    run(path, target, tokenizer, conversations(3))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"index": 99, "tu')
+    run(path, target, tokenizer, conversations(3))
+    assert path.read_bytes() == whole
+
+
 def test_a_complete_file_runs_nothing(tmp_path):
     target, tokenizer = speaking_target(), make_tokenizer()
     run(tmp_path / "a.jsonl", target, tokenizer, conversations())

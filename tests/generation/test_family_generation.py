@@ -125,7 +125,7 @@ def _rounds(drafter):
 
 
 SMALL = 12  # tokens, so that the joint distribution of two can be counted
-ROWS = 12000
+ROWS = 8000
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)])
 
 

@@ -241,7 +241,7 @@ def test_errors_are_value_errors_and_leave_the_target_usable(target, drafter):
     """Callers who catch ValueError keep working, and the next call is as always."""
     expected = plain(target, prompt(5), max_new_tokens=8)
     with pytest.raises(ValueError):
-        assisted(target, drafter, prompt(5).expand(2, -1), max_new_tokens=4)
+        assisted(target, drafter, prompt(5), max_new_tokens=4, num_beams=2)
     assert hook_count(target) == 0
     assert drafter.last_generation_stats is None
     assert assisted(target, drafter, prompt(5), max_new_tokens=8).tolist() == expected.tolist()

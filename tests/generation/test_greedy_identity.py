@@ -57,7 +57,7 @@ def test_family_with_left_padding(family, monkeypatch):
     ids = torch.cat([torch.zeros((1, 4), dtype=torch.long), prompt(7, seed=5)], dim=1)
     mask = (torch.arange(11) >= 4).long()[None]
     expected = assert_same_ids(target, drafter, ids, attention_mask=mask, max_new_tokens=17)
-    propose(monkeypatch, expected)
+    propose(monkeypatch, expected, offset=4)  # the padding is no context
     assert_same_ids(target, drafter, ids, attention_mask=mask, max_new_tokens=17)
     assert max(drafter.last_generation_stats.acceptance_lengths) > 2
 

@@ -218,6 +218,6 @@ def test_every_processor_of_transformers_is_sorted():
     """The lists of names hold classes of this transformers version, so that a rename does not go unseen."""
     from dflash_hf.generation import processors as sorted_processors
 
-    known = sorted_processors._ROWWISE + sorted_processors._PREFIX
+    known = sorted_processors._ROWWISE + sorted_processors._PREFIX + sorted_processors._BATCH_PREFIX
     assert [name for name in known if not hasattr(logits_process, name)] == []
     assert len(known) == len(set(known))

@@ -38,7 +38,8 @@ def test_second_turn_with_the_full_ids(family, right, earlier, monkeypatch):
     expected = plain(target, ids, max_new_tokens=NEW)  # without the cache: everything from scratch
     assert plain(target, ids, max_new_tokens=NEW, cache=copy.deepcopy(cache_of(turn))).tolist() == expected.tolist()
     if right:
-        propose(monkeypatch, expected, offset=cache_of(turn).get_seq_length())
+        # What the drafter made of an earlier turn of its own stays with the cache: its context begins at the start.
+        propose(monkeypatch, expected, offset=0 if earlier == "assisted" else cache_of(turn).get_seq_length())
     output = assisted(target, drafter, ids, max_new_tokens=NEW, cache=cache_of(turn))
     assert output.tolist() == expected.tolist()
     if right:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from dflash_hf.generation import acceptance, candidate_generator, decoding
+from dflash_hf.generation import acceptance, acceptor, candidate_generator, decoding
 
 VOCAB = 16
 LEVEL = 0.001
@@ -199,7 +199,7 @@ def q_taken_for_p(*, draft, draft_scores, scores):
 
 def test_generate_without_subtraction_is_found(pair, monkeypatch):
     """The check on generate has the power to see it, with fewer draws than the check above takes."""
-    monkeypatch.setattr(decoding, "accept_sampled", in_batch(no_subtraction))
+    monkeypatch.setattr(acceptor, "accept_sampled", in_batch(no_subtraction))
     _, processors = SETTINGS["temperature"]
     counts, _ = draw(pair, decode_once, processors, FEWER_DRAWS)
     assert chi_square_p_value(counts, exact_joint(pair[0], prompt(4, vocab=VOCAB), processors)) < LEVEL
