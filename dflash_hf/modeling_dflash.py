@@ -27,7 +27,7 @@ from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, 
 from .draft_cache import DraftCache
 from .errors import DFlashError
 from .loading import read_published_names
-from .masks import BlockMasks
+from .masks import BlockMasks, LayerMasks
 from .pretrained import DrafterFiles
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
@@ -177,7 +177,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | LayerMasks | None = None,
         cache: Any = None,
         past_key_values: Any = None,
     ) -> BaseModelOutput:
@@ -190,8 +190,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             position_ids: `[b, n + B]`, absolute positions of the new context rows, then of the block. By default they
                 follow the cache.
             attention_mask: None; padding of shape `[b, cached + n + B]` (1 is visible); a 4-D mask
-                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; or a dictionary
-                of these by layer type.
+                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; a dictionary of
+                these by layer type; or `LayerMasks`, which also names the attention implementation to use.
             cache: `DraftCache`, or a transformers cache. Context and block are appended to it; the caller crops the
                 block's B rows before the next round.
             past_key_values: the name under which transformers before 5.24 passes the cache.

@@ -20,6 +20,8 @@ LAYERS = [
         "configuration_checks",
         "inherited",
         "training.anchors",
+        "training.attention",
+        "training.curve",
         "training.masks",
         "training.losses",
         "training.metrics",
