@@ -57,14 +57,9 @@ def embed_tokens(target: nn.Module, token_ids: torch.LongTensor, *, scale: float
     if scale is not None:
         rows = functional.embedding(token_ids, embedding.weight)
         return rows if scale == 1.0 else rows * scale
-    norm = getattr(embedding, "embed_norm", None)
-    if norm is None:
-        return embedding(token_ids)
-    embedding.embed_norm = nn.Identity()
-    try:
-        return embedding(token_ids)
-    finally:
-        embedding.embed_norm = norm
+    if hasattr(embedding, "embed_norm"):  # nothing is swapped on the module: other threads may be using it
+        return functional.embedding(token_ids, embedding.weight)
+    return embedding(token_ids)
 
 
 def output_head(target: nn.Module) -> nn.Module:

@@ -234,7 +234,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.cat(tokens, dim=1), torch.cat(rows, dim=1)
 
     def _usable(self, scores: torch.Tensor) -> torch.Tensor:
-        return without_empty_rows(scores) if self.head.restricts and self.do_sample else scores
+        # A restricted head, or processors in an unusual order, may rule every token out.
+        may_be_empty = self.do_sample and (self.head.restricts or self.processors.draft)
+        return without_empty_rows(scores) if may_be_empty else scores
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None

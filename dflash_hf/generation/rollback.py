@@ -44,9 +44,11 @@ class Rollback:
                 "is static, before transformers 5.24. Use the default dynamic cache, or generate without "
                 "assistant_model."
             )
-        for layer in self._croppable:
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
+        self._recording = [
+            layer for layer in self._croppable if hasattr(layer, "record_past") and not layer.record_past
+        ]
+        for layer in self._recording:
+            layer.activate_past_recording()
         # MiniMax keeps its states in the cache itself, beside the layers.
         self._own_state = any(_holds_tensors(value) for name, value in vars(cache).items() if name != "layers")
         self.replays = bool(self._stateful) or self._own_state
@@ -55,6 +57,11 @@ class Rollback:
         self._layers = layers
         self._saved: list[dict[str, Any]] = []
         self._saved_cache: dict[str, Any] = {}
+
+    def finish(self) -> None:
+        """The caller's sliding layers drop again what is behind their window."""
+        for layer in self._recording:
+            layer.record_past = False
 
     def remember(self) -> None:
         """Called before a verification with proposals."""

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, GenerationMixin
 from ..errors import UnsupportedGenerationError
 from ..target import FeatureCapture
 
-# transformers 5.24 renamed generate's and forward's `past_key_values` to `cache`.
-_CACHE_NAMES = ("cache", "past_key_values")
+# transformers 5.24 renamed generate's and forward's `past_key_values` (of Mamba: `cache_params`) to `cache`.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_key(target: nn.Module, model_kwargs: dict[str, Any]) -> str:
@@ -57,8 +57,10 @@ class TargetForward:
         generation_config: prepared by `generate`.
         model_kwargs: prepared by `generate`.
         room: tokens after the prompt that positions and mask are laid out for at first; it doubles as needed.
+        position_limit: rows of the target's table of positions, if it has one.
 
     Attributes:
+        prompt_positions_used: with a limit, after the prefill: positions up to the end of the longest prompt.
         rows_may_leave: whether rows may be taken out by `select`: all inputs are known row by row.
     """
 
@@ -71,7 +73,9 @@ class TargetForward:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         room: int,
+        position_limit: int | None = None,
     ):
+        self.position_limit = position_limit
         self.target = target
         self.capture = capture
         self.input_ids = input_ids
@@ -82,7 +86,9 @@ class TargetForward:
         self._takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
         others = [value for name, value in model_kwargs.items() if name not in _PLAIN_INPUTS]
         self.rows_may_leave = not any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
-        own = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+        # Of the instance: PEFT's prompt learning puts its own there.
+        prepare = getattr(target.prepare_inputs_for_generation, "__func__", None)
+        own = prepare is not GenerationMixin.prepare_inputs_for_generation
         compileable = getattr(self.cache, "is_compileable", False)
         self._general = own or compileable or not self.rows_may_leave
 
@@ -117,6 +123,8 @@ class TargetForward:
             # generate drops a mask of ones, but rows will be padded when their lengths differ.
             self._start["attention_mask"] = self.input_ids.new_ones((rows, int(self.cache.get_seq_length())))
         self._lay_out()
+        if self.position_limit is not None:  # one transfer a call, for targets with a table of positions
+            self.prompt_positions_used = int(self._drafter_positions[:, self._seen - 1].max()) + 1
         return outputs
 
     def _lay_out(self) -> None:
@@ -124,6 +132,8 @@ class TargetForward:
         ahead = torch.arange(self._room + 1, device=device)
         position_ids, mask = self._start["position_ids"], self._start["attention_mask"]
         self._positions = None if position_ids is None else position_ids[..., -1:] + 1 + ahead
+        if self._positions is not None and self.position_limit is not None:
+            self._positions = self._positions.clamp(max=self.position_limit - 1)  # of tokens that no row keeps
         if position_ids is not None and position_ids.dim() == 2:
             seen = position_ids
         else:  # a target that counts itself, or has several positions a token: count real tokens
@@ -139,6 +149,11 @@ class TargetForward:
 
     def prompt_positions(self, count: int) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
         """Positions `[b, count]` of the last `count` prompt tokens, and which of them are real (None: all)."""
+        if count > self._seen:
+            raise UnsupportedGenerationError(
+                f"The target ran on {count} positions for {self._seen} tokens: it adds virtual tokens (prompt tuning), "
+                "which have no place in the drafter's context. Generate without assistant_model."
+            )
         positions = self._drafter_positions[:, self._seen - count : self._seen]
         if self._mask is None:
             return positions, None
