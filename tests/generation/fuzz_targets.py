@@ -167,6 +167,9 @@ VISION = {
         "vision_config": {"model_type": "siglip_vision_model", **_PATCHES, "patch_size": 4},
     },
 }  # fmt: skip
+# Their transformers implementation cannot go on with several tokens at once from a state, so no draft can be verified:
+# the call must be refused.
+CANNOT_VERIFY = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "zamba"}
 TARGETS = sorted([*ALIKE, *SPECIAL, *VISION])
 _RENAMED = {"falcon_alibi": "falcon", "mistral_sliding": "mistral", "qwen2_sliding": "qwen2"}
 _BUILT: dict[str, torch.nn.Module] = {}

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from dflash_hf import DFlashError
+from dflash_hf.errors import UnsupportedGenerationError
 
 sys.path.append(str(Path(__file__).parent.parent))  # conftest.py, when this file runs as a script
 
 from fuzz_cases import Case, draw_case, options_of, prompt_of  # noqa: E402
-from fuzz_targets import build_target, image_inputs  # noqa: E402
+from fuzz_targets import CANNOT_VERIFY, build_target, image_inputs  # noqa: E402
 from generation_helpers import CACHE_NAME, cache_of  # noqa: E402
 from knowing_drafter import knowing_drafter, recorded  # noqa: E402
 
@@ -49,7 +49,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        return self.status not in (SAME, NO_ORACLE, DRAW)
+        return self.status not in (SAME, REFUSED, NO_ORACLE, DRAW)
 
 
 def _inputs(case: Case, target) -> dict:
@@ -190,7 +190,8 @@ def run_case(case: Case) -> Result:
             frames = traceback.extract_tb(error.__traceback__)
             where = next((frame for frame in reversed(frames) if "/dflash_hf/" in frame.filename), frames[-1])
             detail = f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
-            return Result(REFUSED if isinstance(error, DFlashError) else "error", detail)
+            refused = isinstance(error, UnsupportedGenerationError) and case.target in CANNOT_VERIFY
+            return Result(REFUSED if refused else "error", detail)
     return result
 
 

@@ -4,12 +4,16 @@ Inside `pretend_device()` an operation on tensors of both devices raises as it w
 them, scalars and CPU indices are allowed as there.
 """
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
-AWAY = torch.device("xla:0")  # a name that torch knows and for which it initialises nothing
+torch.utils.backend_registration._setup_privateuseone_for_python_backend("away")
+AWAY = torch.device("away:0")
 _COPIES = ("aten._to_copy", "aten.copy_", "aten.index.Tensor", "aten.index_put_", "aten._index_put_impl_")
 
 
@@ -41,6 +45,19 @@ class _Mode(TorchDispatchMode):
         return _run(function, args, kwargs or {})
 
 
+class _Unseen(TorchFunctionMode):
+    """What happens below the level of the other mode: `torch.tensor` fills its result, `tolist` reads memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            device = torch.device(kwargs.pop("device"))
+            return function(*args, **kwargs).to(device)
+        if function is torch.Tensor.tolist and isinstance(args[0], AwayTensor):
+            return args[0].inner.tolist()
+        return function(*args, **kwargs)
+
+
 def _run(function, args, kwargs):
     tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
     away = [each for each in tensors if isinstance(each, AwayTensor)]
@@ -66,9 +83,11 @@ def _inner(value):
     return value.inner if isinstance(value, AwayTensor) else value
 
 
-def pretend_device() -> TorchDispatchMode:
+@contextmanager
+def pretend_device():
     """A context in which `AWAY` can be used."""
-    return _Mode()
+    with _Unseen(), _Mode():
+        yield
 
 
 def send_away(module: nn.Module) -> nn.Module:

@@ -1,6 +1,9 @@
 """The faults of transformers' own assisted generation, one test each: what a user does, and what must happen."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,6 +308,14 @@ def test_a18_offloaded_target():
     assert target.get_input_embeddings().weight.is_meta and target.get_output_embeddings().weight.is_meta
     output = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, assistant_model=drafter_for(target))
     assert output.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_a19_a_device_that_is_pretended(name):
+    """Every tensor move, on any machine: operations that mix the devices raise (in a process of its own)."""
+    script = Path(__file__).parent / "two_devices.py"
+    run = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, timeout=300)
+    assert run.stdout.strip() == "equal", run.stderr[-3000:]
 
 
 ACCELERATORS = torch.accelerator.device_count()
