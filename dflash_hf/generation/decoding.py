@@ -14,7 +14,7 @@ from ..target import FeatureCapture, check_compatibility, position_limit
 from .acceptor import Acceptor
 from .candidate_generator import DFlashCandidateGenerator
 from .kept_context import KeptContext, keep, recall
-from .multi_token_check import CHECKED_TOKENS, check_multi_token_forward
+from .multi_token_check import check_multi_token_forward
 from .outputs import OutputRecorder
 from .processors import Processors
 from .rollback import Rollback
@@ -138,7 +138,7 @@ class DFlashDecoding:
             self.target,
             self.forward,
             self.rollback,
-            ids=self.sequences.aligned()[:, -CHECKED_TOKENS:],
+            batch_size=batch_size,
             room=self.stop.max_length - self._prompt_length - 1,
         )
         positions, real = self.forward.prompt_positions(features.shape[1])
