@@ -35,7 +35,14 @@ _REQUIRED = (
     "target_layer_ids",
     "markov_rank",
 )
-_OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "target_name_or_path")
+_OWN_KEYS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "target_name_or_path",
+    "enable_thinking",
+)
 
 
 def matches(on_disk: dict[str, Any]) -> bool:
