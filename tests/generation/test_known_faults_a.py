@@ -310,7 +310,7 @@ def test_a18_offloaded_target():
     assert output.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_a19_a_device_that_is_pretended(name):
     """Every tensor move, on any machine: operations that mix the devices raise (in a process of its own)."""
     script = Path(__file__).parent / "two_devices.py"
