@@ -233,18 +233,18 @@ def test_a_drafter_that_equals_the_target_is_always_accepted(pair, monkeypatch):
     """With q = p the ratio is 1."""
     target, drafter = pair
 
-    real = decoding.DFlashCandidateGenerator.get_candidates
+    real = decoding.DFlashCandidateGenerator.propose
 
-    def get_candidates(self, input_ids, num_tokens=None):
-        real(self, input_ids, num_tokens)  # for its bookkeeping
-        rows = []
+    def propose(self, prefixes, num_tokens):
+        real(self, prefixes, num_tokens)  # for its bookkeeping
+        (input_ids,), rows = prefixes, []
         for _ in range(num_tokens):
             with torch.no_grad():
                 rows.append(target(input_ids).logits[:, -1])
             input_ids = torch.cat([input_ids, torch.multinomial(rows[-1].softmax(-1), 1)], dim=1)
-        return input_ids, torch.stack(rows, dim=1)
+        return input_ids[:, -num_tokens:], torch.stack(rows, dim=1)
 
-    monkeypatch.setattr(decoding.DFlashCandidateGenerator, "get_candidates", get_candidates)
+    monkeypatch.setattr(decoding.DFlashCandidateGenerator, "propose", propose)
     torch.manual_seed(0)
     target.generate(prompt(4, vocab=VOCAB), assistant_model=drafter, do_sample=True, top_k=0, max_new_tokens=41)
     assert drafter.last_generation_stats.acceptance_lengths == [4] * 10
