@@ -62,18 +62,17 @@ class KnowingDrafter(DFlashDraftModel):
 
     def _place_of(self, states: torch.Tensor, anchor: torch.Tensor) -> tuple[int, int] | None:
         """Row and column of the text whose feature is the newest of `states [n, K * H_t]`; `anchor [H]` is next."""
-        known = self._features.to(states)
+        known, embedded = self._features.to(states), self._embedded.to(anchor)
         if not len(known):
             return None
-        distance, nearest = torch.cdist(states, known).min(dim=1)
-        found = nearest[distance < 1e-3 * known[nearest].norm(dim=1) + 1e-4]
-        if not len(found):
-            return None
-        newest = int(found[(found % self._length).argmax()])
-        text, column = newest // self._length, newest % self._length + self._offset
-        if not torch.allclose(self._embedded[text, column + 1].to(anchor), anchor, rtol=1e-3, atol=1e-4):
-            return None
-        return text, column
+        near = torch.cdist(states, known) < 1e-3 * known.norm(dim=1) + 1e-4
+        best = None
+        for index in near.any(dim=0).nonzero().flatten().tolist():
+            text, column = index // self._length, index % self._length + self._offset
+            # Two rows may begin alike.
+            if torch.allclose(embedded[text, column + 1], anchor, rtol=1e-3, atol=1e-4):
+                best = max(best or (text, column), (text, column), key=lambda place: place[1])
+        return best
 
 
 def knowing_drafter(target, **more) -> KnowingDrafter:
