@@ -3,6 +3,8 @@
 import random
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCAB = 97
@@ -170,6 +172,9 @@ VISION = {
 # Their transformers implementation cannot go on with several tokens at once from a state, so no draft can be verified:
 # the call must be refused.
 CANNOT_VERIFY = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "zamba"}
+BEFORE_524 = Version(transformers.__version__) < Version("5.24")
+if BEFORE_524:
+    CANNOT_VERIFY.add("falcon_h1")
 TARGETS = sorted([*ALIKE, *SPECIAL, *VISION])
 _RENAMED = {"falcon_alibi": "falcon", "mistral_sliding": "mistral", "qwen2_sliding": "qwen2"}
 _BUILT: dict[str, torch.nn.Module] = {}

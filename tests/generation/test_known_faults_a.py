@@ -54,7 +54,8 @@ def asked(target, drafter, **options):
 def test_a01_batch(target):
     """Prompts of different length, left-padded: every row as in its own single run."""
     inputs = padded_batch([9, 4, 1, 7])
-    text, drafter = same_as_plain(target, inputs, make_options=lambda: {"max_new_tokens": NEW})
+    for seed in range(4):  # other rows are ahead
+        text, drafter = same_as_plain(target, inputs, seed=seed, make_options=lambda: {"max_new_tokens": NEW})
     for row, mask, said in zip(inputs["input_ids"], inputs["attention_mask"], text):
         alone = target.generate(row[mask.bool()][None], max_new_tokens=NEW, do_sample=False)
         assert said[-NEW:].tolist() == alone[0, -NEW:].tolist()
