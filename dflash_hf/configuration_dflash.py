@@ -87,6 +87,8 @@ class DFlashConfig(PreTrainedConfig):
         own_embedding (`bool`), own_head (`bool`): the drafter has `embed_tokens` and `lm_head` of its own instead of
             borrowing the target's.
         draft_vocab_size (`int`, *optional*): rows of an own head that covers a part of the vocabulary.
+        decoder_type (`str`): whose decoder layers it has, `qwen3` or `gemma4`; of the latter, attention_k_eq_v (`bool`)
+            takes the values from the projection of the keys, layer_scalars (`bool`) has a factor for each layer.
         conv_kernel_size (`int`, *optional*), conv_group_size (`int`, *optional*): taps, and channels that share a
             dynamic kernel, of DFlash 2's convolutions.
         selector_rank (`int`, *optional*), selector_top_k (`int`, *optional*): DFlash 2's candidate selector.
@@ -147,6 +149,9 @@ class DFlashConfig(PreTrainedConfig):
     own_embedding: bool = False
     own_head: bool = False
     draft_vocab_size: int | None = None
+    decoder_type: str = "qwen3"
+    attention_k_eq_v: bool = False
+    layer_scalars: bool = False
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
     selector_rank: int | None = None
@@ -187,6 +192,8 @@ class DFlashConfig(PreTrainedConfig):
         return [field.name for field in fields(cls) if field.name not in inherited]
 
     def _family_of_fields(self) -> str:
+        if self.decoder_type == "gemma4":
+            return "deepspec_gemma4"
         if self.window_rule == "anchor" or self.draft_vocab_size is not None:
             return "speculators"
         if self.own_embedding or self.own_head:
@@ -357,6 +364,7 @@ class DFlashConfig(PreTrainedConfig):
         fields = self.to_dict()
         if self.source_config is not None:
             names = ["embed_tokens.weight"] * self.own_embedding + ["lm_head.weight"] * self.own_head
+            names += ["layers.0.layer_scalar"] * self.layer_scalars
             source = type(self)(**read_config(self.source_config, names)).to_dict()
             if _meaning(fields) == _meaning(source) and fields.get("dtype") in (None, source.get("dtype")):
                 key, value = "quantization_config", fields.get("quantization_config")
