@@ -12,7 +12,7 @@ from .checkpoints import read_config, write_config
 from .checkpoints.zlab import default_taps
 from .configuration_checks import check_extras
 from .errors import DFlashConfigError
-from .inherited import drafter_rope_parameters, target_embedding_scale
+from .inherited import attention_geometry, drafter_rope_parameters, target_embedding_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -313,10 +313,7 @@ class DFlashConfig(PreTrainedConfig):
                     f"The target's config ({type(text).__name__}) has no `{name}`; from_target needs the config of a "
                     "decoder-only language model. Build DFlashConfig by hand for others."
                 )
-        # A target without attention (Mamba) says nothing of heads: the usual width.
-        heads = getattr(text, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads, kv_heads, head_dim = attention_geometry(text)
         if target_layer_ids is None:
             target_layer_ids = default_target_layer_ids(num_target_layers=text.num_hidden_layers, num_taps=num_taps)
         intermediate_size = intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size

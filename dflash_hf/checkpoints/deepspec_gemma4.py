@@ -19,8 +19,8 @@ KEY_MAPPING: dict[str, str] = {}
 TO_DISK: dict[str, str] = {}
 IGNORED: tuple[str, ...] = ()
 
-# Of Qwen3's config only.
-_FOREIGN_KEYS = ("hidden_act", "max_window_layers", "use_sliding_window")
+# Of Qwen3's config only; Gemma 4's takes no empty window.
+_FOREIGN_KEYS = ("hidden_act", "max_window_layers", "use_sliding_window", "sliding_window")
 
 
 def matches(on_disk: dict[str, Any]) -> bool:
