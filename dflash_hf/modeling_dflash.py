@@ -26,6 +26,7 @@ from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
 from .errors import DFlashError
+from .gemma4 import Gemma4DraftLayer
 from .loading import read_published_names
 from .masks import BlockMasks, LayerMasks
 from .pretrained import DrafterFiles
@@ -67,6 +68,10 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return block + self.mlp_conv.after(self.mlp(normed), kernel)
 
 
+# By `DFlashConfig.decoder_type`.
+DECODER_LAYERS = {"qwen3": DFlashDecoderLayer, "gemma4": Gemma4DraftLayer}
+
+
 class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     """What transformers needs to know about the drafter."""
 
@@ -74,7 +79,7 @@ class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DFlashDecoderLayer"]
+    _no_split_modules = ["DFlashDecoderLayer", "Gemma4DraftLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -114,7 +119,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         taps = len(config.target_layer_ids)
         self.fc = nn.Linear(taps * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        layer_class = DECODER_LAYERS[config.decoder_type]
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_tables(config)

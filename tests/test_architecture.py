@@ -32,6 +32,7 @@ LAYERS = [
         "modeling_dflash",
         "attention",
         "convolution",
+        "gemma4",
         "correction_heads",
         "loading",
         "pretrained",
@@ -124,7 +125,8 @@ def test_the_walk_sees_the_package():
     source, is_package = sources["checkpoints"]
     assert imports_of(source, "checkpoints", is_package=is_package, modules=set(sources)) == {
         "errors",
-        *(f"checkpoints.{name}" for name in ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators", "zlab")),
+        *(f"checkpoints.{name}" for name in ("deepspec", "deepspec_gemma4", "dflash2", "domino", "dspark", "muse")),
+        *(f"checkpoints.{name}" for name in ("speculators", "zlab")),
         "checkpoints.refused",
     }
 
