@@ -52,6 +52,7 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
         f"{kind.removesuffix('_attention')}{' (causal block)' if config.layer_is_causal(i) else ''}"
         for i, kind in enumerate(config.layer_types)
     )
+    kind = " of Gemma 4's kind" if config.decoder_type == "gemma4" else ""
     head = "the target's"
     if config.own_head:
         rows = config.draft_vocab_size
@@ -68,7 +69,7 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
         ),
         ("mask token id", config.mask_token_id),
         ("hidden size", config.hidden_size),
-        ("draft layers", f"{config.num_hidden_layers}: {layers}"),
+        ("draft layers", f"{config.num_hidden_layers}{kind}: {layers}"),
         ("sliding window", f"{config.sliding_window}{rule}" if config.sliding_window else "none"),
         ("RoPE", f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']:g}"),
         ("embedding", "its own" if config.own_embedding else "the target's"),
