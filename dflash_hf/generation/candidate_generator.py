@@ -260,6 +260,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
     ) -> None:
         """Apply `num_assistant_tokens_schedule`: two more after a block that was right throughout, else one fewer.
 
+        Each call starts anew: with a length carried over, the same seed would not give the same sampled text.
+
         Args:
             input_ids, scores: part of transformers' interface, not used.
             num_matches: accepted proposals of the row that accepted the fewest.
@@ -268,8 +270,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return
         step = 2 if num_matches == self._proposed else -1
         self.num_proposals = min(max(self.num_proposals + step, 1), self.max_proposals)
-        if self.schedule == "heuristic":  # as in transformers, it goes on from here in the next call
-            self.drafter.generation_config.num_assistant_tokens = self.num_proposals
 
 
 def _inference_block_size(drafter: DFlashDraftModel) -> int:
