@@ -8,14 +8,7 @@ import torch
 from accelerate import cpu_offload
 from fuzz_cases import words
 from fuzz_targets import build_target, image_inputs
-from generation_helpers import (
-    CACHE_NAME,
-    cache_of,
-    drafter_for,
-    needs_static_rollback,
-    prompt,
-    small_target,
-)
+from generation_helpers import CACHE_NAME, cache_of, drafter_for, needs_static_rollback, prompt, small_target
 from knowing_drafter import padded_batch, same_as_plain
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -337,12 +330,10 @@ def test_a22_what_does_not_fit_is_named(target):
     wider = small_target(hidden=48)
     with pytest.raises(TargetMismatchError, match="width 48.*hidden size 32"):
         asked(target, drafter_for(wider))
-    deeper = small_target(layers=6)
     with pytest.raises(TargetMismatchError, match="layer 5.*4 layers"):
-        asked(target, drafter_for(deeper, target_layer_ids=[5]))
-    larger = small_target(vocab=120)
+        asked(target, drafter_for(small_target(layers=6), target_layer_ids=[5]))
     with pytest.raises(TargetMismatchError, match="mask_token_id 110.*97 rows"):
-        asked(target, drafter_for(larger, mask_token_id=110))
+        asked(target, drafter_for(small_target(vocab=120), mask_token_id=110))
     with pytest.raises(DFlashConfigError, match="block_size is 1.*at least 2"):
         drafter_for(target, block_size=1)
 
@@ -402,12 +393,7 @@ def test_a27_clear_errors(target):
     config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     with pytest.raises(UnsupportedGenerationError, match="T5ForConditionalGeneration is an encoder-decoder"):
         asked(T5ForConditionalGeneration(config).eval(), drafter)
-    gpt = uncached_target()
+    config = AutoConfig.for_model("openai-gpt", vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64)
+    gpt = AutoModelForCausalLM.from_config(config).eval()  # it has no cache, whatever a call says
     with pytest.raises(UnsupportedGenerationError, match="key-value cache"):
         asked(gpt, drafter_for(gpt))
-
-
-def uncached_target():
-    """The first GPT has no cache, whatever a call says."""
-    config = AutoConfig.for_model("openai-gpt", vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64)
-    return AutoModelForCausalLM.from_config(config).eval()
