@@ -1,23 +1,14 @@
-"""The faults of transformers' own assisted generation, one test each: what a user does, and what must happen."""
+"""The faults of transformers' own assisted generation, one test each: what a user does, and what must happen.
 
-import copy
-import subprocess
-import sys
-from pathlib import Path
+A19, target and drafter on different devices, is in test_devices.py.
+"""
 
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import cpu_offload
 from fuzz_cases import words
 from fuzz_targets import build_target, image_inputs
-from generation_helpers import (
-    CACHE_NAME,
-    cache_of,
-    drafter_for,
-    needs_static_rollback,
-    prompt,
-    small_target,
-)
+from generation_helpers import CACHE_NAME, cache_of, drafter_for, needs_static_rollback, prompt, small_target
 from knowing_drafter import padded_batch, same_as_plain
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -32,7 +23,7 @@ from transformers import (
 )
 
 from dflash_hf.errors import DFlashConfigError, TargetMismatchError, UnsupportedGenerationError
-from dflash_hf.target import OutputHead, decoder_layers
+from dflash_hf.target import OutputHead
 
 NEW = 20
 RECURRENT = [
@@ -311,58 +302,6 @@ def test_a18_offloaded_target():
     assert output.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
-def test_a19_a_device_that_is_pretended(name):
-    """Every tensor move, on any machine: operations that mix the devices raise (in a process of its own)."""
-    script = Path(__file__).parent / "two_devices.py"
-    run = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, timeout=300)
-    assert run.stdout.strip() == "equal", run.stderr[-3000:]
-
-
-ACCELERATORS = torch.accelerator.device_count()
-PLACES = {"drafter on the CPU": 1, "target on the CPU": 1, "half of the target offloaded": 1, "target split": 2}
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "gpt2"])
-@pytest.mark.parametrize("where", PLACES)
-def test_a19_two_devices(where, name):
-    """Target, drafter and the target's layers need not be on one device."""
-    if PLACES[where] > ACCELERATORS:
-        pytest.skip(f"needs {PLACES[where]} accelerators beside the CPU")
-    accelerator = torch.accelerator.current_accelerator()
-    target = copy.deepcopy(build_target(name))
-    inputs = padded_batch([7, 3])
-    drafter = drafter_for(target)
-    if where == "target on the CPU":
-        drafter.to(accelerator)
-    elif where == "drafter on the CPU":
-        target.to(accelerator)
-    else:
-        second = "cpu" if where == "half of the target offloaded" else torch.device(accelerator.type, 1)
-        target = dispatch_model(target, halves(target, torch.device(accelerator.type, 0), second))
-    inputs = {key: value.to(target.device) for key, value in inputs.items()}
-    for options in ({}, {"repetition_penalty": 1.3}, {"return_dict_in_generate": True, "output_hidden_states": True}):
-        options = {**options, "do_sample": False, "max_new_tokens": NEW}
-        expected = target.generate(**inputs, **options)
-        output = target.generate(**inputs, **options, assistant_model=drafter)
-        assert getattr(output, "sequences", output).tolist() == getattr(expected, "sequences", expected).tolist()
-    sampled = target.generate(**inputs, do_sample=True, top_k=1, max_new_tokens=NEW, assistant_model=drafter)
-    assert sampled.tolist() == expected.sequences.tolist()
-
-
-def halves(target, first, second) -> dict:
-    """A device map: the second half of the layers on `second`, everything else on `first`."""
-    layers = list(decoder_layers(target))
-    device_map = {}
-    for name, module in target.named_modules():
-        covered = any(name.startswith(f"{parent}.") for parent in device_map)
-        if module in layers:
-            device_map[name] = second if layers.index(module) >= len(layers) // 2 else first
-        elif not covered and not any(layer in module.modules() for layer in layers) and name:
-            device_map[name] = first
-    return device_map
-
-
 @pytest.mark.parametrize(
     ("knob", "value"),
     [
@@ -391,12 +330,10 @@ def test_a22_what_does_not_fit_is_named(target):
     wider = small_target(hidden=48)
     with pytest.raises(TargetMismatchError, match="width 48.*hidden size 32"):
         asked(target, drafter_for(wider))
-    deeper = small_target(layers=6)
     with pytest.raises(TargetMismatchError, match="layer 5.*4 layers"):
-        asked(target, drafter_for(deeper, target_layer_ids=[5]))
-    larger = small_target(vocab=120)
+        asked(target, drafter_for(small_target(layers=6), target_layer_ids=[5]))
     with pytest.raises(TargetMismatchError, match="mask_token_id 110.*97 rows"):
-        asked(target, drafter_for(larger, mask_token_id=110))
+        asked(target, drafter_for(small_target(vocab=120), mask_token_id=110))
     with pytest.raises(DFlashConfigError, match="block_size is 1.*at least 2"):
         drafter_for(target, block_size=1)
 
@@ -456,12 +393,7 @@ def test_a27_clear_errors(target):
     config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     with pytest.raises(UnsupportedGenerationError, match="T5ForConditionalGeneration is an encoder-decoder"):
         asked(T5ForConditionalGeneration(config).eval(), drafter)
-    gpt = uncached_target()
+    config = AutoConfig.for_model("openai-gpt", vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64)
+    gpt = AutoModelForCausalLM.from_config(config).eval()  # it has no cache, whatever a call says
     with pytest.raises(UnsupportedGenerationError, match="key-value cache"):
         asked(gpt, drafter_for(gpt))
-
-
-def uncached_target():
-    """The first GPT has no cache, whatever a call says."""
-    config = AutoConfig.for_model("openai-gpt", vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64)
-    return AutoModelForCausalLM.from_config(config).eval()

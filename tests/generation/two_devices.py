@@ -33,7 +33,7 @@ def check(name: str) -> None:
     pairs = [(away_target, drafter, AWAY), (target, away_drafter, "cpu"), (away_target, away_drafter, AWAY)]
     for lengths in ([6], [7, 3, 5]):
         inputs = padded_batch(lengths)
-        for options in OPTIONS:
+        for options in OPTIONS if len(lengths) > 1 else OPTIONS[:3]:
             options = {"do_sample": False, "max_new_tokens": 12, **options}
             expected = target.generate(**inputs, **options)
             expected = getattr(expected, "sequences", expected).tolist()
