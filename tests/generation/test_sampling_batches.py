@@ -149,7 +149,9 @@ def place_p_value(pair, name: str) -> float:
     return chi_square_p_value(counts, torch.full((32,), 1 / 32))
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "repetition_penalty", "stop token"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "repetition_penalty", "stop token", pytest.param("top_p", marks=pytest.mark.slow)]
+)
 def test_rows_apart(name, pair):
     """Every row, drawn over a prefill, accepted and rejected proposals and a second round."""
     assert min(p_values(pair, name)) > LEVEL
@@ -161,13 +163,28 @@ def test_rows_in_step(pair):
     assert place_p_value(pair, "own processor") > LEVEL
 
 
-@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "own processor", "stop token"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "repetition_penalty",
+        pytest.param("own processor", marks=pytest.mark.slow),
+        pytest.param("stop token", marks=pytest.mark.slow),
+    ],
+)
 def test_hybrid(name, hybrid_pair):
     """The same for a target whose state is restored after a rejection."""
     assert place_p_value(hybrid_pair, name) > LEVEL
 
 
-@pytest.mark.parametrize("name", ["temperature", "own processor", "stop token"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        pytest.param("own processor", marks=pytest.mark.slow),
+        pytest.param("stop token", marks=pytest.mark.slow),
+    ],
+)
 def test_plain_generate_passes(name, pair):
     """The checks accept what they take for right."""
     assert min(*p_values((pair[0], None), name), place_p_value((pair[0], None), name)) > LEVEL

@@ -143,7 +143,7 @@ def compiled_layers(target):
         layer.compile(backend="eager")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compile_it", [compiled_module, compiled_forward, compiled_layers])
 def test_target_that_was_compiled_before(compile_it, name):
     """Hooks added after compilation are skipped by a graph that exists; the features must be right all the same."""
@@ -242,7 +242,7 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_synced_gpus(world, tmp_path):
     """ZeRO-3 and FSDP: a rank that has finished goes on running the target until all have, or the others hang."""
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]

@@ -56,7 +56,10 @@ def generate_knowing(target, inputs: dict, *, right: float, seed: int, **more):
 
 @pytest.mark.parametrize("lengths", [[7], [6, 6, 6], [7, 3], [9, 4, 1, 6]])
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow)],
+)
 def test_rounds(family, right, lengths):
     """One forward for the prompt, then as many as the row that needs most; one row alone needs no other number."""
     target = family_target(family)
@@ -71,7 +74,15 @@ def test_rounds(family, right, lengths):
 
 @pytest.mark.parametrize("lengths", [[7], [9, 4, 6]])
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "falcon_h1", "bamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5_text",
+        "mamba2",
+        pytest.param("falcon_h1", marks=pytest.mark.slow),
+        pytest.param("bamba", marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_with_a_recurrent_state(name, right, lengths):
     """Rows keep as many tokens as all of them accept; replays are counted, and there is none without a rejection."""
     target = build_target(name)
