@@ -82,6 +82,11 @@ def propose(monkeypatch, text: torch.LongTensor, *, wrong=lambda position: posit
     monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
 
 
+def slow(*values):
+    """Parameters of a test that only `pytest -m slow` runs."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 class PutRecorder:
     """A streamer that keeps what it was given."""
 

@@ -8,7 +8,7 @@ in the target's exact distribution after its own prefix, sorted by probability, 
 
 import pytest
 import torch
-from generation_helpers import drafter_for, small_target
+from generation_helpers import drafter_for, slow, small_target
 from knowing_drafter import padded_batch
 from test_sampling import LEVEL, VOCAB, chi_square_p_value
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
@@ -149,9 +149,7 @@ def place_p_value(pair, name: str) -> float:
     return chi_square_p_value(counts, torch.full((32,), 1 / 32))
 
 
-@pytest.mark.parametrize(
-    "name", ["temperature", "top_k", "repetition_penalty", "stop token", pytest.param("top_p", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["temperature", "top_k", "repetition_penalty", "stop token", *slow("top_p")])
 def test_rows_apart(name, pair):
     """Every row, drawn over a prefill, accepted and rejected proposals and a second round."""
     assert min(p_values(pair, name)) > LEVEL
@@ -168,8 +166,8 @@ def test_rows_in_step(pair):
     [
         "temperature",
         "repetition_penalty",
-        pytest.param("own processor", marks=pytest.mark.slow),
-        pytest.param("stop token", marks=pytest.mark.slow),
+        *slow("own processor"),
+        *slow("stop token"),
     ],
 )
 def test_hybrid(name, hybrid_pair):
@@ -181,8 +179,8 @@ def test_hybrid(name, hybrid_pair):
     "name",
     [
         "temperature",
-        pytest.param("own processor", marks=pytest.mark.slow),
-        pytest.param("stop token", marks=pytest.mark.slow),
+        *slow("own processor"),
+        *slow("stop token"),
     ],
 )
 def test_plain_generate_passes(name, pair):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fuzz_cases import words
 from fuzz_targets import build_target
-from generation_helpers import PutRecorder, drafter_for, prompt, small_target
+from generation_helpers import PutRecorder, drafter_for, prompt, slow, small_target
 from knowing_drafter import padded_batch, same_as_plain
 from peft import LoraConfig, get_peft_model
 from transformers import TextIteratorStreamer, pipeline
@@ -143,7 +143,7 @@ def compiled_layers(target):
         layer.compile(backend="eager")
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", *slow("qwen3_5_text")])
 @pytest.mark.parametrize("compile_it", [compiled_module, compiled_forward, compiled_layers])
 def test_target_that_was_compiled_before(compile_it, name):
     """Hooks added after compilation are skipped by a graph that exists; the features must be right all the same."""
@@ -242,7 +242,7 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world", [*slow(1), 2])
 def test_synced_gpus(world, tmp_path):
     """ZeRO-3 and FSDP: a rank that has finished goes on running the target until all have, or the others hang."""
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fuzz_targets import build_target
-from generation_helpers import CACHE_NAME, cache_of, drafter_for, prompt, small_target
+from generation_helpers import CACHE_NAME, cache_of, drafter_for, prompt, slow, small_target
 from knowing_drafter import knowing_drafter, padded_batch, recorded
 from target_families import family_target
 
@@ -58,7 +58,7 @@ def generate_knowing(target, inputs: dict, *, right: float, seed: int, **more):
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow)],
+    ["llama", "mistral", *slow("gemma2", "gpt2")],
 )
 def test_rounds(family, right, lengths):
     """One forward for the prompt, then as many as the row that needs most; one row alone needs no other number."""
@@ -79,8 +79,8 @@ def test_rounds(family, right, lengths):
     [
         "qwen3_5_text",
         "mamba2",
-        pytest.param("falcon_h1", marks=pytest.mark.slow),
-        pytest.param("bamba", marks=pytest.mark.slow),
+        *slow("falcon_h1"),
+        *slow("bamba"),
     ],
 )
 def test_rounds_with_a_recurrent_state(name, right, lengths):
