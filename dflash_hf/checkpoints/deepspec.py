@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .common import (
+    DRAFTER_KEYS,
     backbone_fields,
     backbone_keys,
     bookkeeping_keys,
@@ -35,14 +36,6 @@ REQUIRED = (
     "markov_rank",
 )
 OWN_EXTRAS = {"sample_from_anchor", "own_embedding", "own_head"}
-_OWN_KEYS = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "num_target_layers",
-    "target_name_or_path",
-    "enable_thinking",
-)
 
 
 def matches(on_disk: dict[str, Any]) -> bool:
@@ -71,7 +64,7 @@ def read_own(on_disk: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json has layer_types {fields['layer_types']}; DeepSpec's drafters have full attention only."
         )
-    fields = fields | {key: on_disk[key] for key in _OWN_KEYS if key in on_disk}
+    fields = fields | {key: on_disk[key] for key in DRAFTER_KEYS if key in on_disk}
     return fields | {
         **markov_fields(on_disk),
         **dict.fromkeys(OWN_EXTRAS, True),
@@ -103,5 +96,5 @@ def own_keys(fields: dict[str, Any], *, title: str) -> dict[str, Any]:
             raise CheckpointError(f"A {title} drafter has {name} true, which this one has not.")
     if set(fields["layer_types"]) != {"full_attention"} or fields.get("is_causal"):
         raise CheckpointError(f"A {title} drafter has bidirectional full attention on every layer, this one has not.")
-    own = {key: fields[key] for key in _OWN_KEYS if fields.get(key) is not None}
+    own = {key: fields[key] for key in DRAFTER_KEYS if fields.get(key) is not None}
     return own | markov_keys(fields) | bookkeeping_keys(fields)

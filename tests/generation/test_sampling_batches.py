@@ -8,7 +8,7 @@ in the target's exact distribution after its own prefix, sorted by probability, 
 
 import pytest
 import torch
-from generation_helpers import drafter_for, slow, small_target
+from generation_helpers import SAMPLING_SETTINGS, drafter_for, slow, small_target
 from knowing_drafter import padded_batch
 from test_sampling import LEVEL, VOCAB, chi_square_p_value
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
@@ -29,23 +29,10 @@ class PreferByLength(hf.LogitsProcessor):
         return scores + torch.sin(torch.arange(scores.shape[1]) * input_ids.shape[1] + input_ids[:, -1:])
 
 
-SETTINGS = {
-    "temperature": ({"temperature": 1.4}, [lambda: hf.TemperatureLogitsWarper(1.4)]),
-    "top_k": (
-        {"temperature": 1.3, "top_k": 5},
-        [lambda: hf.TemperatureLogitsWarper(1.3), lambda: hf.TopKLogitsWarper(5)],
-    ),
-    "top_p": (
-        {"temperature": 1.2, "top_p": 0.85},
-        [lambda: hf.TemperatureLogitsWarper(1.2), lambda: hf.TopPLogitsWarper(0.85)],
-    ),
-    "repetition_penalty": (
-        {"temperature": 1.2, "repetition_penalty": 1.7},
-        [lambda: hf.RepetitionPenaltyLogitsProcessor(1.7), lambda: hf.TemperatureLogitsWarper(1.2)],
-    ),
+SETTINGS = SAMPLING_SETTINGS | {
     "own processor": ({"logits_processor": LogitsProcessorList([PreferByLength()])}, [PreferByLength]),
     "stop token": ({"eos_token_id": EOS}, []),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
