@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from .configuration_dflash import DFlashConfig
 from .errors import TargetMismatchError
+from .packing import PackedLinear
 
 # Embedding tables are padded to a multiple of some power of two; a larger difference is another vocabulary.
 VOCABULARY_PADDING = 1024
@@ -116,6 +117,13 @@ class OutputHead:
         if weight.is_floating_point() and not torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(weight.dtype)
         return self.transform(self.head(hidden_states))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether logits are a plain product with `weight`, here in memory, so that `rows` may stand for the head."""
+        weight = self.head.weight
+        plain = type(self.head) in (nn.Linear, PackedLinear)
+        return plain and type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta
 
     def rows(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight rows `[v, H]` and bias `[v]` of some tokens, for logits over a part of the vocabulary."""

@@ -34,6 +34,8 @@ LAYERS = [
         "loading",
         "pretrained",
         "publishing",
+        "token_index",
+        "packing",
         "weight_files",
         "target",
         "draft_head",

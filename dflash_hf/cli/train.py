@@ -58,6 +58,9 @@ def train(
     loss_vocab_size: Annotated[
         int | None, typer.Option(help="Loss over this many most frequent tokens of the data.")
     ] = None,
+    frequent_tokens: Annotated[
+        int | None, typer.Option(help="Let the drafter propose only this many most frequent tokens of the data.")
+    ] = None,
     features: Annotated[
         str, typer.Option(help="Target features: online, memory, or a folder (of cache-features, or to be made).")
     ] = "online",
@@ -161,6 +164,7 @@ def train(
         muon_fp32=muon_fp32,
         decay_gamma=decay_gamma,
         loss_vocab_size=loss_vocab_size,
+        frequent_tokens=frequent_tokens,
         features=features,
         features_dir=features_dir,
         bf16=bf16,

@@ -15,12 +15,13 @@ from transformers.utils import logging
 from ..configuration_dflash import DFlashConfig
 from ..data.chat import check_token_ids, prepare_dataset
 from ..data.features import build_feature_store, compute_features
+from ..data.token_counts import count_tokens, most_frequent
 from ..errors import DFlashError
 from ..modeling_dflash import DFlashDraftModel
 from ..target import FeatureCapture, OutputHead, check_compatibility, embed_tokens
 from .anchors import IGNORE, default_gamma, slot_weights
 from .arguments import DFlashTrainingArguments
-from .collator import DFlashDataCollator, DrafterDataset, frequent_tokens
+from .collator import DFlashDataCollator, DrafterDataset
 from .losses import LossTerms, chunked_cross_entropy
 from .masks import dense_mask, make_mask_mod
 from .metrics import count_blocks
@@ -104,8 +105,12 @@ class DFlashTrainer(PublishesDrafter, Trainer):
         else:
             evaluation = self._with_features(args, config, prepare(eval_dataset), "eval")
         frequent = None
-        if args.loss_vocab_size is not None and train is not None:
-            frequent = frequent_tokens(train, args.loss_vocab_size)
+        if train is not None and (args.loss_vocab_size or args.frequent_tokens):
+            counts = count_tokens(train)
+            if args.loss_vocab_size is not None:
+                frequent = most_frequent(counts, args.loss_vocab_size)
+            if args.frequent_tokens is not None:
+                model.frequent_token_ids = most_frequent(counts, args.frequent_tokens)
         collator = DFlashDataCollator(
             block_size=config.block_size,
             num_anchors=args.num_anchors,
