@@ -166,6 +166,9 @@ class FeatureCapture:
     Args:
         target: the target model.
         layer_ids: taps, -1 for the embedding output.
+
+    Attributes:
+        runs_eagerly: whether the target was compiled by the user.
     """
 
     def __init__(self, target: nn.Module, layer_ids: list[int]):
@@ -173,7 +176,7 @@ class FeatureCapture:
         # Gemma 3n's layers carry several streams [streams, b, n, H]; the active one is the hidden state.
         self._stream = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self.layer_ids = list(layer_ids)
-        self._compiled = _is_compiled(target, self.layers[0])
+        self.runs_eagerly = _is_compiled(target, self.layers[0])
         self._thread = threading.get_ident()
         self._recording = False
         self._states: dict[int, list[torch.Tensor]] = {}
@@ -217,10 +220,33 @@ class FeatureCapture:
         self._states.clear()
         self._recording = True
         try:
-            with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+            with torch.compiler.set_stance("force_eager") if self.runs_eagerly else nullcontext():
                 yield
         finally:
             self._recording = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No hooks inside: for a forward pass that gives the states itself (`supply`)."""
+        layer_ids = list(self._handles)
+        self.__exit__()
+        try:
+            yield
+        finally:
+            if layer_ids:
+                self.__enter__()
+
+    def supply(self, states: list[torch.Tensor]) -> None:
+        """States of the taps, `[b, n, H_t]` each, from a forward pass without hooks."""
+        self._states = {layer_id: [state] for layer_id, state in zip(self.layer_ids, states)}
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._states.clear()
+
+    def states(self) -> list[torch.Tensor]:
+        """The first recorded state of each tap."""
+        return [self._states[layer_id][0] for layer_id in self.layer_ids]
 
     def take(self, device: torch.device) -> torch.Tensor:
         """The recorded states `[b, n, K * H_t]` on `device`, concatenated over the taps; they are forgotten here.

@@ -35,6 +35,7 @@ LAYERS = [
         "pretrained",
         "publishing",
         "token_index",
+        "compiled_target",
         "packing",
         "weight_files",
         "target",

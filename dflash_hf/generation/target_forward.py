@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import GenerationConfig, GenerationMixin
 
 from ..errors import UnsupportedGenerationError
 from ..target import FeatureCapture
+from .compiled import compiled_verification
 
 # transformers 5.24 renamed generate's and forward's `past_key_values` to `cache`.
 _CACHE_NAMES = ("cache", "past_key_values")
@@ -84,6 +86,7 @@ class TargetForward:
         own = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
         compileable = getattr(self.cache, "is_compileable", False)
         self._general = own or compileable or not self.rows_may_leave
+        self._compiled = None
 
     @property
     def prompt_columns(self) -> int:
@@ -111,6 +114,13 @@ class TargetForward:
             raise no_cache(self.target)
         self._start = {name: self.model_kwargs.get(name) for name in ("position_ids", "attention_mask")}
         self._lay_out()
+        self._compiled = compiled_verification(
+            self.target,
+            self.capture,
+            cache=self.cache,
+            generation_config=self.generation_config,
+            model_kwargs=self.model_kwargs,
+        )
         return outputs
 
     def _lay_out(self) -> None:
@@ -184,6 +194,10 @@ class TargetForward:
         Returns:
             the model's outputs; logits `[n, logits, V]` (or of more positions, the last ones being these).
         """
+        real, rows = ids.shape[1], None
+        if self._compiled is not None:
+            rows = self._compiled.rows(real, generated=max(starts))
+            ids = ids if rows is None else functional.pad(ids, (0, rows - real))
         count = ids.shape[1]
         while max(starts) + count > self._room:
             self._room *= 2
@@ -201,7 +215,9 @@ class TargetForward:
             inputs["input_ids"] = ids
             inputs.pop("inputs_embeds", None)
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = logits
+            inputs["logits_to_keep"] = logits if rows is None else rows
+        if rows is not None:
+            return self._compiled(inputs, count=real)
         with self.capture.recording():
             return self.target(**inputs, return_dict=True)
 
