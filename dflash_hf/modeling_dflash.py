@@ -179,6 +179,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self._frequent_token_ids = None if token_ids is None else checked_index(token_ids, vocab_size=vocab_size)
 
     @property
+    def num_frequent_tokens(self) -> int | None:
+        """Length of `frequent_token_ids`; None without an index."""
+        return None if self._frequent_token_ids is None else len(self._frequent_token_ids)
+
+    @property
     def last_generation_stats(self):
         """`GenerationStats` of this thread's latest `generate` call with this drafter; None before the first."""
         return getattr(_LATEST, "stats", {}).get(self)

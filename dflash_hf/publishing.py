@@ -127,4 +127,5 @@ def default_card(drafter: PreTrainedModel, *, name: str, folder: Path, tags: Any
         num_parameters=drafter.num_parameters(),
         dtype=str(drafter.dtype).removeprefix("torch."),
         layout=layout_of(on_disk),
+        frequent_tokens=drafter.num_frequent_tokens,
     )
