@@ -41,10 +41,10 @@ def graphs():
     return Graphs()
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 9, 30])
+@pytest.mark.parametrize("new_tokens", [1, 2, 30])
 def test_text_and_rounds(new_tokens, graphs):
     """Those of an eager call: features that were lost or of padded rows would change the rounds."""
-    target = tiny_target()
+    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     ids = prompt()
     expected = plain(target, ids, max_new_tokens=new_tokens, cache_implementation="static")
@@ -91,7 +91,7 @@ def test_features_of_an_earlier_run_are_found(trained_pair, graphs, monkeypatch)
 
 def test_padding_is_taken_out_of_the_cache(graphs, monkeypatch):
     """Six rows run as eight; what the other two leave would be seen by every later token."""
-    target = tiny_target()
+    target = tiny_target(layers=3)
     drafter = drafter_for(target, block_size=6)
     target._previous_max_cache_length = 200  # a cache that the fault below does not overrun
     ids = prompt()
@@ -110,7 +110,7 @@ def _without_crop(self, inputs, *, count):
 
 def test_graphs_are_few_and_used_again(graphs):
     """One graph a row count, whatever the block length; a second call makes none."""
-    target = tiny_target()
+    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     for wanted in (7, 6, 5, 3, 2, 1, 7, 4):
         drafter.generation_config.num_assistant_tokens = wanted
@@ -129,8 +129,8 @@ def assert_same_ids_compiled(target, drafter, graphs):
 
 def test_other_taps_and_the_embedding(graphs):
     """Two drafters of one target; the last layer's state is the one before the final norm."""
-    target = tiny_target()
-    for taps in ([0, 2], [-1, 5], [0, 2]):
+    target = tiny_target(layers=3)
+    for taps in ([0, 2], [-1, 2], [0, 2]):
         drafter = drafter_for(target, target_layer_ids=taps)
         ids = prompt()
         expected = assisted(target, drafter, ids, max_new_tokens=25)
@@ -141,7 +141,7 @@ def test_other_taps_and_the_embedding(graphs):
 
 def test_a_batch_and_sampling(graphs):
     """Rows of different length in one static cache; the same seed gives the text of an eager call."""
-    target = tiny_target()
+    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     ids = torch.cat([prompt(8), prompt(8, seed=1)])
     mask = torch.ones_like(ids)
@@ -159,7 +159,7 @@ def test_a_batch_and_sampling(graphs):
 
 def test_scores_are_not_overwritten(graphs):
     """Returned scores are those of each step."""
-    target = tiny_target()
+    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     wanted = {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
     expected = plain(target, prompt(), **wanted)
@@ -178,7 +178,7 @@ def test_scores_are_not_overwritten(graphs):
 )
 def test_where_it_is_not_compiled(more, graphs):
     """As asked for, or because graphs do not give what is wanted."""
-    target = tiny_target()
+    target = tiny_target(layers=3)
     output = assisted(target, drafter_for(target), prompt(), **options(graphs, max_new_tokens=20, **more))
     output = output if isinstance(output, torch.Tensor) else output.sequences
     assert torch.equal(output, plain(target, prompt(), max_new_tokens=20))
@@ -190,7 +190,7 @@ def test_the_target_is_not_kept_alive(graphs):
     import gc
     import weakref
 
-    target = tiny_target()
+    target = tiny_target(layers=3)
     assisted(target, drafter_for(target), prompt(), **options(graphs, max_new_tokens=12))
     gone = weakref.ref(target)
     del target
