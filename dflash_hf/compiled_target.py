@@ -5,6 +5,7 @@ Hooks that are added to a compiled model are skipped by its graphs, so the state
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from .target import FeatureCapture
 
-# Graphs of one target: a few row counts, each for a few lengths of the static cache. torch's own limit is 8.
+# Graphs of all targets of a process: a few row counts, each for a few lengths of the static cache. torch's own limit is
+# 8; past it a forward pass runs as it is, hooks included.
 _MOST_GRAPHS = 64
 # The compiled function of each target, and what it was compiled for; gone with the target.
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -40,6 +42,7 @@ class CompiledForward:
         # Not the target itself: this object is kept in a dictionary that the target's end has to clear.
         self._target = weakref.ref(target)
         self._capture = _AlwaysCapture(target, layer_ids)
+        self._one_at_a_time = threading.Lock()
         self._function = torch.compile(_forward, **compile_config.to_dict())
 
     def __call__(self, capture: FeatureCapture, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
@@ -52,7 +55,12 @@ class CompiledForward:
         Returns:
             the model's outputs, and a state `[b, n, H_t]` for each tap.
         """
-        with capture.suspended(), self._capture, torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+        with (
+            self._one_at_a_time,
+            capture.suspended(),
+            self._capture,
+            torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
+        ):
             if torch.cuda.is_available():
                 torch.compiler.cudagraph_mark_step_begin()
             outputs, states = self._function(self._target(), self._capture, inputs)
