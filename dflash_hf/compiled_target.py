@@ -82,7 +82,10 @@ def compiled_forward(target: nn.Module, layer_ids: list[int], compile_config: Co
         target, layer_ids: see `CompiledForward`.
         compile_config: of the call, or None for the one that plain generation takes.
     """
-    config = compile_config or target._default_compile_config()
+    config = compile_config
+    if config is None:
+        config = target._default_compile_config()
+        config.dynamic = False  # row counts are few already, and graphs of fixed shapes are faster
     key = (tuple(layer_ids), repr(config.to_dict()))
     known = _COMPILED.setdefault(target, {})
     if key not in known:

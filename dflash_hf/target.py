@@ -228,12 +228,12 @@ class FeatureCapture:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """No hooks inside: for a forward pass that gives the states itself (`supply`)."""
-        layer_ids = list(self._handles)
+        entered = bool(self._handles)
         self.__exit__()
         try:
             yield
         finally:
-            if layer_ids:
+            if entered:
                 self.__enter__()
 
     def supply(self, states: list[torch.Tensor]) -> None:
@@ -245,8 +245,22 @@ class FeatureCapture:
         self._states.clear()
 
     def states(self) -> list[torch.Tensor]:
-        """The first recorded state of each tap."""
+        """The first recorded state of each tap, which stays recorded.
+
+        Raises:
+            TargetMismatchError: if a tapped layer did not run.
+        """
+        self._require_all()
         return [self._states[layer_id][0] for layer_id in self.layer_ids]
+
+    def _require_all(self) -> None:
+        for layer_id in self.layer_ids:
+            if layer_id not in self._states:
+                raise TargetMismatchError(
+                    f"Target layer {layer_id} gave no hidden state in its last forward pass. Hooks do not run inside a "
+                    "target that was compiled before; compile it with torch._dynamo.config.skip_nnmodule_hook_guards "
+                    "off, or pass the uncompiled model."
+                )
 
     def take(self, device: torch.device) -> torch.Tensor:
         """The recorded states `[b, n, K * H_t]` on `device`, concatenated over the taps; they are forgotten here.
@@ -255,13 +269,7 @@ class FeatureCapture:
             TargetMismatchError: if a tapped layer did not run.
         """
         states = self._states
-        for layer_id in self.layer_ids:
-            if layer_id not in states:
-                raise TargetMismatchError(
-                    f"Target layer {layer_id} gave no hidden state in its last forward pass. Hooks do not run inside a "
-                    "target that was compiled before; compile it with torch._dynamo.config.skip_nnmodule_hook_guards "
-                    "off, or pass the uncompiled model."
-                )
+        self._require_all()
         taps = [states[layer_id] for layer_id in self.layer_ids]
         taps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in taps]
         features = torch.cat([tap.to(device) for tap in taps], dim=-1)
