@@ -80,12 +80,21 @@ def pack_linears(model: nn.Module) -> int:
             f"{type(model).__name__} has PEFT adapters, which write into weights where packing cannot see it. "
             "Merge them first: model.merge_and_unload()."
         )
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise UnsupportedGenerationError(f"{type(model).__name__} is quantised; pack_linears packs fp32 weights only.")
+    # By its tensors: a model that was dequantised when it was loaded (GGUF) still says that it is quantised.
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        plain = (tensor.is_floating_point() and tensor.element_size() > 1) or tensor.dtype == torch.bool
+        if tensor.dim() > 1 and not plain:
+            raise UnsupportedGenerationError(
+                f"{type(model).__name__} is quantised ({name} is {tensor.dtype}); pack_linears packs fp32 weights only."
+            )
     layers = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, PackedLinear)}
     if not layers:
         raise UnsupportedGenerationError(f"{type(model).__name__} has no nn.Linear layers to pack.")
     for name, layer in layers.items():
+        if type(layer.weight) is not nn.Parameter:
+            raise UnsupportedGenerationError(
+                f"The weight of layer {name} is a {type(layer.weight).__name__}; pack_linears packs plain fp32 weights."
+            )
         if hasattr(layer, "_hf_hook") or layer.weight.is_meta:
             raise UnsupportedGenerationError(f"Layer {name} is offloaded; pack_linears needs all weights in memory.")
         if layer.weight.device.type != "cpu" or layer.weight.dtype != torch.float32:

@@ -167,6 +167,13 @@ def test_what_it_refuses(make, message):
 
 def test_a_quantised_model_is_refused():
     target = tiny_target()
-    target.is_quantized = True
+    target.model.layers[1].mlp.up_proj.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
     with pytest.raises(UnsupportedGenerationError, match="quantised"):
         pack_linears(target)
+
+
+def test_a_dequantised_model_is_packed():
+    """transformers leaves the quantizer of a GGUF file on the fp32 model that it made of it."""
+    target = tiny_target()
+    target.is_quantized, target.hf_quantizer = True, object()
+    assert pack_linears(target) > 0
