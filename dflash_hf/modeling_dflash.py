@@ -25,11 +25,12 @@ from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
-from .errors import DFlashError
+from .errors import DFlashConfigError, DFlashError
 from .gemma4 import Gemma4DraftLayer
 from .loading import read_published_names
 from .masks import BlockMasks, LayerMasks
 from .pretrained import DrafterFiles
+from .token_index import checked_index
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
@@ -125,6 +126,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_tables(config)
         self._add_corrections(config)
+        self._frequent_token_ids = None
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
         # A Trainer's resume reads the saved file into the model as it is.
@@ -158,6 +160,34 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if self.prefix_gru is not None:
             return GRUCorrection(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len)
         return self.candidate_selector if self.candidate_selector is not None else self.markov_head
+
+    @property
+    def frequent_token_ids(self) -> torch.LongTensor | None:
+        """Target tokens `[v]` that proposals are restricted to, most frequent first; None for the whole vocabulary.
+
+        Assign a list or tensor of token ids (`dflash_hf.frequent_tokens` counts them) to draft with an output head of v
+        rows: cheaper where the head is a large part of a draft, and as exact. It is saved and loaded with the drafter.
+
+        Raises:
+            DFlashConfigError: on assignment, for ids outside the vocabulary or given twice, or a drafter whose own
+                vocabulary is trimmed already.
+        """
+        return self._frequent_token_ids
+
+    @frequent_token_ids.setter
+    def frequent_token_ids(self, token_ids: torch.Tensor | list[int] | None) -> None:
+        if token_ids is not None and self.d2t is not None:
+            raise DFlashConfigError(
+                f"This drafter has a trimmed vocabulary of its own ({len(self.d2t)} tokens, tensor 'd2t'), so it takes "
+                "no index of frequent tokens."
+            )
+        vocab_size = self.config.vocab_size
+        self._frequent_token_ids = None if token_ids is None else checked_index(token_ids, vocab_size=vocab_size)
+
+    @property
+    def num_frequent_tokens(self) -> int | None:
+        """Length of `frequent_token_ids`; None without an index."""
+        return None if self._frequent_token_ids is None else len(self._frequent_token_ids)
 
     @property
     def last_generation_stats(self):

@@ -18,7 +18,7 @@ import torch
 import transformers
 import typer
 from datasets import load_dataset
-from quickstart import DRAFTER, console, load_target
+from quickstart import DRAFTER, configure, console, load_target
 from rich.progress import track
 
 from dflash_hf import DFlashDraftModel
@@ -36,11 +36,19 @@ def main(
     num_assistant_tokens: Annotated[
         int | None, typer.Option(help="Send only this many proposals of a block to the target.")
     ] = None,
+    pack: Annotated[
+        bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
+    ] = None,
+    whole_vocabulary: Annotated[
+        bool, typer.Option("--whole-vocabulary", help="Ignore the drafter's index of frequent tokens.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Run the comparison and print the totals."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+    settings = configure(model, draft, pack=pack, whole_vocabulary=whole_vocabulary)
+    console.print(settings)
     if num_assistant_tokens is not None:
         draft.generation_config.num_assistant_tokens = num_assistant_tokens
     rows = load_rows(data) if data else load_dataset("openai/gsm8k", "main", split="test")
@@ -65,6 +73,7 @@ def main(
 
     result = compare(model, draft, prompts, max_new_tokens=max_new_tokens, on_prompt=progress).as_dict()
     result["proposals_per_round"] = num_assistant_tokens or draft.config.block_size - 1
+    result["settings"] = settings
     result["machine"] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),

@@ -37,7 +37,7 @@ def target_folder(tmp_path_factory):
     return make_target_folder(tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "info"])
+@pytest.mark.parametrize("command", ["generate", "train", "info", "index-tokens"])
 def test_help(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0 and "Usage" in result.output
@@ -121,8 +121,10 @@ def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
     ]
     arguments += ["--layers", "1", "--block-size", "4", "--taps", "0,1", "--anchors", "4", "--batch-size", "2"]
     arguments += ["--max-steps", "2", "--eval-examples", "2", "--log-every", "1", "--optimizer", "muon", "--muon-fp32"]
+    arguments += ["--frequent-tokens", "5"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
+    assert DFlashDraftModel.from_pretrained(out).frequent_token_ids.tolist() == [6, 7, 8, 9, 10]
     assert "eval_block_acceptance_length" in result.output
     card = (out / "README.md").read_text()
     command = next(line for line in card.splitlines() if line.startswith("dflash-hf train"))
@@ -426,3 +428,19 @@ def test_train_runs_the_drafter_every_few_steps(target_folder, tmp_path):
     result = runner.invoke(app, [*arguments, "--generate-every", "1", "--generate-prompts", "1"])
     assert result.exit_code == 0, result.output
     assert result.output.count("generation_acceptance_length") == 2
+
+
+def test_index_tokens_adds_a_file_and_touches_nothing_else(tmp_path):
+    """A drafter that lies there: weights and config stay as they are, and the share of the data is told."""
+    folder = tmp_path / "drafter"
+    shutil.copytree(PAIR / "drafter", folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    result = runner.invoke(app, ["index-tokens", str(folder), "--data", tiny_data(tmp_path), "--size", "6"])
+    assert result.exit_code == 0, result.output
+    assert "6 of 128 tokens, 25.00% of the 96 response tokens" in " ".join(result.output.split())
+    assert DFlashDraftModel.from_pretrained(folder).frequent_token_ids.tolist() == [6, 7, 8, 9, 10, 11]
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.name in before}
+    result = runner.invoke(app, ["info", str(folder)])
+    assert "the 6 most frequent tokens" in result.output
+    result = runner.invoke(app, ["index-tokens", str(tmp_path), "--data", tiny_data(tmp_path)])
+    assert result.exit_code == 1 and "no config.json" in " ".join(result.output.split())

@@ -44,6 +44,8 @@ def test_quickstart_writes_the_promised_numbers(pair, tmp_path):
     for key in ("same_tokens", "acceptance_length", "rounds", "plain_tokens_per_second", "dflash_tokens_per_second"):
         assert key in result
     assert result["same_tokens"] is True and result["rounds"] > 0
+    assert result["settings"] == {"packed linear layers": True, "frequent tokens": "all"}
+    assert result["draft_ms_per_round"] > 0 < result["verify_ms_per_round"]
     assert result["speedup"] == pytest.approx(result["dflash_tokens_per_second"] / result["plain_tokens_per_second"])
     assert "same tokens" in output
 
@@ -166,3 +168,14 @@ def test_benchmark_memory_measures_a_step(tmp_path):
     run_example("benchmark_memory.py", *arguments)
     (case,) = json.loads(file.read_text())["cases"]
     assert case["anchors"] == 8 and case["labelled_slots"] > 80 and case["peak_mb"] > case["before_mb"] > 0
+
+
+def test_benchmark_compiled_gives_the_same_tokens(pair, tmp_path):
+    """With a backend that runs graphs as they are."""
+    file = tmp_path / "result.json"
+    arguments = ("--every-device", "--backend", "eager", "--new-tokens", "12", "--repeats", "1", "--json", str(file))
+    run_example("benchmark_compiled.py", *pair, "--prompt", "w5 w9 w17", *arguments)
+    result = json.loads(file.read_text())
+    loops = [result[name] for name in ("plain", "plain, compiled", "DFlash", "DFlash, compiled")]
+    assert all(loop["same_tokens"] and loop["tokens"] == 12 for loop in loops)
+    assert result["DFlash, compiled"]["capture_seconds"] > 0

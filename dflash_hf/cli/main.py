@@ -9,6 +9,7 @@ from .chat import chat
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .index_tokens import index_tokens
 from .info import info
 from .regenerate import regenerate
 from .train import train
@@ -26,6 +27,7 @@ app.command()(regenerate)
 app.command()(cache_features)
 app.command()(evaluate)
 app.command()(info)
+app.command()(index_tokens)
 app.command()(export)
 
 if __name__ == "__main__":

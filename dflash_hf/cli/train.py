@@ -81,6 +81,9 @@ def train(
     loss_vocab_size: Annotated[
         int | None, typer.Option(help="Loss over this many most frequent tokens of the data.")
     ] = None,
+    frequent_tokens: Annotated[
+        int | None, typer.Option(help="Let the drafter propose only this many most frequent tokens of the data.")
+    ] = None,
     features: Annotated[
         str, typer.Option(help="Target features: online, memory, or a folder (of cache-features, or to be made).")
     ] = "online",
@@ -199,6 +202,7 @@ def train(
         attn_implementation=attention,
         init_from_target=init_from_target,
         loss_vocab_size=loss_vocab_size,
+        frequent_tokens=frequent_tokens,
         features=features,
         features_dir=features_dir,
         bf16=bf16,

@@ -68,6 +68,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.do_sample = do_sample
         self.block_size = _inference_block_size(drafter)
         self.head = DraftHead(drafter, target)
+        # Logits stay on the drafter's frequent tokens until something asks about the whole vocabulary.
+        self._narrow = self.head.frequent is not None and not self.head.walks and processors.draft_any_vocabulary
         self.max_proposals = self.head.max_proposals(self.block_size)
         self.num_proposals = _num_proposals(drafter, self.max_proposals)
         self.schedule = drafter.generation_config.num_assistant_tokens_schedule
@@ -164,6 +166,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
         """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`, before any correction.
 
+        They cover the frequent tokens alone where the drafter has an index of them and no processor looks at token ids.
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
         self._block[:, :1] = self.head.embed(anchor).to(self.device)
@@ -180,7 +183,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._pending = None
         self.cache.crop(max(self.lengths))
         self._hidden = self.head.slots(hidden, num_tokens)  # of this draft, for heads that walk over it
-        return self.head.logits(self._hidden)
+        return self.head.frequent_logits(self._hidden) if self._narrow else self.head.logits(self._hidden)
 
     def propose(
         self, prefixes: list[torch.LongTensor], num_tokens: int
@@ -210,6 +213,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
             count = int(sure.long().cumprod(dim=1).sum(dim=1).max())
             tokens, scores = tokens[:, :count], scores[:, :count]
         self._proposed = tokens.shape[1]
+        if self._narrow:
+            tokens = self.head.frequent.to(tokens.device)[tokens]
+            scores = self.head.spread(scores) if self.do_sample else None
         return tokens, scores if self.do_sample else None
 
     def _from_left_to_right(

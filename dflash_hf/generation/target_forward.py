@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import GenerationConfig, GenerationMixin
 
 from ..errors import UnsupportedGenerationError
 from ..target import FeatureCapture
+from .compiled import compiled_verification
 
 # transformers 5.24 renamed generate's and forward's `past_key_values` (of Mamba: `cache_params`) to `cache`.
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -91,6 +93,7 @@ class TargetForward:
         own = prepare is not GenerationMixin.prepare_inputs_for_generation
         compileable = getattr(self.cache, "is_compileable", False)
         self._general = own or compileable or not self.rows_may_leave
+        self._compiled = None
 
     @property
     def prompt_columns(self) -> int:
@@ -125,6 +128,13 @@ class TargetForward:
         self._lay_out()
         if self.position_limit is not None:  # one transfer a call, for targets with a table of positions
             self.prompt_positions_used = int(self._drafter_positions[:, self._seen - 1].max()) + 1
+        self._compiled = compiled_verification(
+            self.target,
+            self.capture,
+            cache=self.cache,
+            generation_config=self.generation_config,
+            model_kwargs=self.model_kwargs,
+        )
         return outputs
 
     def _lay_out(self) -> None:
@@ -205,6 +215,10 @@ class TargetForward:
         Returns:
             the model's outputs; logits `[n, logits, V]` (or of more positions, the last ones being these).
         """
+        real, rows = ids.shape[1], None
+        if self._compiled is not None:
+            rows = self._compiled.rows(real, generated=max(starts))
+            ids = ids if rows is None else functional.pad(ids, (0, rows - real))
         count = ids.shape[1]
         while max(starts) + count > self._room:
             self._room *= 2
@@ -222,7 +236,9 @@ class TargetForward:
             inputs["input_ids"] = ids
             inputs.pop("inputs_embeds", None)
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = logits
+            inputs["logits_to_keep"] = logits if rows is None else rows
+        if rows is not None:
+            return self._compiled(inputs, count=real)
         with self.capture.recording():
             return self.target(**inputs, return_dict=True)
 

@@ -87,6 +87,13 @@ class DFlashTrainingArguments(TrainingArguments):
         default=2048,
         metadata={"help": "With loss_vocab_size: other tokens drawn for each batch, so that they are pushed down too."},
     )
+    frequent_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Give the drafter an index of this many most frequent tokens of the training data: its proposals "
+            "come from them, which makes a draft cheaper. Loss and evaluation do not look at it."
+        },
+    )
     optimizer: str = field(
         default="adamw",
         metadata={"help": "'adamw' (transformers' own, see optim) or 'muon' (Muon for matrices, AdamW for the rest)."},
@@ -129,6 +136,8 @@ class DFlashTrainingArguments(TrainingArguments):
             )
         if self.loss_vocab_size is not None and self.loss_vocab_size < 2:
             raise DFlashError(f"loss_vocab_size must be at least 2, got {self.loss_vocab_size}.")
+        if self.frequent_tokens is not None and self.frequent_tokens < 1:
+            raise DFlashError(f"frequent_tokens must be at least 1, got {self.frequent_tokens}.")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

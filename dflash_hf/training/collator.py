@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +55,6 @@ class DrafterDataset(Dataset):
         if self.final_states is not None:
             example["final_hidden_states"] = self.final_states[index]
         return example
-
-
-def frequent_tokens(examples, count: int) -> torch.Tensor:
-    """The `count` most frequent supervised tokens of prepared examples, most frequent first; int64 `[<= count]`."""
-    counter: Counter[int] = Counter()
-    for ids, mask in zip(examples["input_ids"], examples["loss_mask"]):
-        counter.update(token for token, supervised in zip(ids, mask) if supervised)
-    # Ties go to the smaller id, so that the set does not depend on the order of the data.
-    ordered = sorted(counter, key=lambda token: (-counter[token], token))
-    return torch.tensor(ordered[:count])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from transformers.utils import logging
 
 from ..configuration_dflash import DFlashConfig
 from ..data.features import build_feature_store, compute_states
+from ..data.token_counts import most_frequent
 from ..target import FeatureCapture
 from .arguments import DFlashTrainingArguments
-from .collator import DFlashDataCollator, DrafterDataset, frequent_tokens
+from .collator import DFlashDataCollator, DrafterDataset
 from .packing import pack_lengths
 
 
@@ -68,7 +70,7 @@ def build_dataset(
 
 
 def build_collator(
-    train: Dataset | None,
+    counts: Counter[int] | None,
     *,
     args: DFlashTrainingArguments,
     config: DFlashConfig,
@@ -79,14 +81,14 @@ def build_collator(
     """The collator of a run.
 
     Args:
-        train: prepared training examples, whose frequent tokens count with `args.loss_vocab_size`.
+        counts: of `count_tokens` over the training examples, needed with `args.loss_vocab_size`.
         args: the trainer's.
         config: the drafter's.
         gamma: decay constant of the loss weights.
         vocab_size: rows of the target's embedding.
         compiled: whether attention is compiled, so that the shapes of batches should be few.
     """
-    restricted = args.loss_vocab_size is not None and train is not None
+    restricted = args.loss_vocab_size is not None and counts is not None
     return DFlashDataCollator(
         block_size=config.block_size,
         num_anchors=args.num_anchors,
@@ -95,7 +97,7 @@ def build_collator(
         weighting=args.loss_weighting,
         first_slot=0 if config.sample_from_anchor else 1,
         contiguous_prefix=args.contiguous_prefix,
-        frequent=frequent_tokens(train, args.loss_vocab_size) if restricted else None,
+        frequent=most_frequent(counts, args.loss_vocab_size) if restricted else None,
         negatives=args.loss_vocab_negatives,
         vocab_size=vocab_size,
         row_multiple=128 if compiled else 1,

@@ -74,6 +74,7 @@ class PublishesDrafter:
             ),
             config=drafter.config,
             num_parameters=drafter.num_parameters(),
+            frequent_tokens=drafter.num_frequent_tokens,
             dtype=str(drafter.dtype).removeprefix("torch."),
             training={
                 "data": ", ".join([*map(_public_name, datasets), f"{len(self.train_dataset.examples)} examples"]),

@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..configuration_dflash import DFlashConfig
 from ..data.chat import check_token_ids, prepare_dataset
+from ..data.token_counts import count_tokens, most_frequent
 from ..errors import DFlashError
 from ..modeling_dflash import DFlashDraftModel
 from ..target import OutputHead, check_compatibility
@@ -139,11 +140,16 @@ class DFlashTrainer(PublishesDrafter, Trainer):
             }
         else:
             evaluation = self._dataset(args, prepare(eval_dataset), "eval")
+        counts = None
+        if train is not None and (args.loss_vocab_size or args.frequent_tokens):
+            counts = count_tokens(train)
+        if counts and args.frequent_tokens is not None:
+            drafter.frequent_token_ids = most_frequent(counts, args.frequent_tokens)
         super().__init__(
             model=model,
             args=args,
             data_collator=build_collator(
-                train,
+                counts,
                 args=args,
                 config=config,
                 gamma=self.decay_gamma,
