@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time the names load on first use
     from .configuration_dflash import DFlashConfig
+    from .data.token_counts import frequent_tokens
     from .errors import DFlashError
     from .evaluation.callback import AcceptanceLengthCallback
     from .generation.calibration import calibrate
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time the names load o
     from .generation.session import DFlashSession
     from .generation.statistics import GenerationStats
     from .modeling_dflash import DFlashDraftModel
+    from .packing import pack_linears, unpack_linears
     from .training.arguments import DFlashTrainingArguments
     from .training.collator import DFlashDataCollator
     from .training.trainer import DFlashTrainer
@@ -35,9 +37,15 @@ _PUBLIC = {
     "DFlashSession": ".generation.session",
     "DFlashError": ".errors",
     "calibrate": ".generation.calibration",
+    "frequent_tokens": ".data.token_counts",
     "install": ".generation.integration",
+    "pack_linears": ".packing",
     "uninstall": ".generation.integration",
+    "unpack_linears": ".packing",
 }
+
+# Using one of these does not register anything.
+_PLAIN = ("install", "uninstall", "DFlashError", "frequent_tokens", "pack_linears", "unpack_linears")
 
 __all__ = [
     "AcceptanceLengthCallback",
@@ -52,8 +60,11 @@ __all__ = [
     "GenerationStats",
     "__version__",
     "calibrate",
+    "frequent_tokens",
     "install",
+    "pack_linears",
     "uninstall",
+    "unpack_linears",
 ]
 
 
@@ -61,7 +72,7 @@ def __getattr__(name: str):
     if name not in _PUBLIC:
         raise AttributeError(f"module 'dflash_hf' has no attribute {name!r}")
     value = getattr(import_module(_PUBLIC[name], __name__), name)
-    if name not in ("install", "uninstall", "DFlashError"):
+    if name not in _PLAIN:
         import_module(".generation.integration", __name__).install()
     globals()[name] = value
     return value

@@ -11,6 +11,7 @@ from .errors import DFlashConfigError
 
 WINDOW_RULES = ("query", "anchor")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+DECODER_TYPES = ("qwen3", "gemma4")
 
 # Fields that only make sense together, and what they describe.
 _GROUPS = {
@@ -29,6 +30,7 @@ def check_extras(config: Any) -> None:
     """
     _check_choice("family", config.family, tuple(FAMILIES))
     _check_choice("window_rule", config.window_rule, WINDOW_RULES)
+    _check_decoder(config)
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     _check_choice("rope_type", rope_type, ("default", *ROPE_INIT_FUNCTIONS))
     present = []
@@ -59,6 +61,28 @@ def check_extras(config: Any) -> None:
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise DFlashConfigError(f"{name} {value!r} is not one of {', '.join(allowed)}.")
+
+
+def _check_decoder(config: Any) -> None:
+    _check_choice("decoder_type", config.decoder_type, DECODER_TYPES)
+    if config.decoder_type == "qwen3":
+        for name in ("attention_k_eq_v", "layer_scalars"):
+            if getattr(config, name):
+                raise DFlashConfigError(
+                    f"{name} is true, which only Gemma 4's layers can be. Set decoder_type 'gemma4'."
+                )
+        return
+    if config.conv_kernel_size is not None:
+        raise DFlashConfigError("DFlash 2's convolutions (conv_kernel_size) are for decoder_type 'qwen3' only.")
+    if set(config.layer_types) != {"full_attention"}:
+        raise DFlashConfigError(
+            f"layer_types is {config.layer_types}; a drafter with Gemma 4's layers has full attention on all of them."
+        )
+    for name in ("own_embedding", "own_head", "sample_from_anchor"):
+        if not getattr(config, name):
+            raise DFlashConfigError(
+                f"{name} is false, but the only layout for Gemma 4's layers, DeepSpec's, has it. Set it to true."
+            )
 
 
 def _check_vocabulary(config: Any, has_head: bool) -> None:

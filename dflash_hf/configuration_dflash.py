@@ -12,7 +12,7 @@ from .checkpoints import read_config, write_config
 from .checkpoints.zlab import default_taps
 from .configuration_checks import check_extras
 from .errors import DFlashConfigError
-from .inherited import drafter_rope_parameters, target_embedding_scale
+from .inherited import attention_geometry, drafter_rope_parameters, target_embedding_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -87,6 +87,8 @@ class DFlashConfig(PreTrainedConfig):
         own_embedding (`bool`), own_head (`bool`): the drafter has `embed_tokens` and `lm_head` of its own instead of
             borrowing the target's.
         draft_vocab_size (`int`, *optional*): rows of an own head that covers a part of the vocabulary.
+        decoder_type (`str`): whose decoder layers it has, `qwen3` or `gemma4`; of the latter, attention_k_eq_v (`bool`)
+            takes the values from the projection of the keys, layer_scalars (`bool`) has a factor for each layer.
         conv_kernel_size (`int`, *optional*), conv_group_size (`int`, *optional*): taps, and channels that share a
             dynamic kernel, of DFlash 2's convolutions.
         selector_rank (`int`, *optional*), selector_top_k (`int`, *optional*): DFlash 2's candidate selector.
@@ -147,6 +149,9 @@ class DFlashConfig(PreTrainedConfig):
     own_embedding: bool = False
     own_head: bool = False
     draft_vocab_size: int | None = None
+    decoder_type: str = "qwen3"
+    attention_k_eq_v: bool = False
+    layer_scalars: bool = False
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
     selector_rank: int | None = None
@@ -187,6 +192,8 @@ class DFlashConfig(PreTrainedConfig):
         return [field.name for field in fields(cls) if field.name not in inherited]
 
     def _family_of_fields(self) -> str:
+        if self.decoder_type == "gemma4":
+            return "deepspec_gemma4"
         if self.window_rule == "anchor" or self.draft_vocab_size is not None:
             return "speculators"
         if self.own_embedding or self.own_head:
@@ -306,10 +313,7 @@ class DFlashConfig(PreTrainedConfig):
                     f"The target's config ({type(text).__name__}) has no `{name}`; from_target needs the config of a "
                     "decoder-only language model. Build DFlashConfig by hand for others."
                 )
-        # A target without attention (Mamba) says nothing of heads: the usual width.
-        heads = getattr(text, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads, kv_heads, head_dim = attention_geometry(text)
         if target_layer_ids is None:
             target_layer_ids = default_target_layer_ids(num_target_layers=text.num_hidden_layers, num_taps=num_taps)
         intermediate_size = intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -357,6 +361,7 @@ class DFlashConfig(PreTrainedConfig):
         fields = self.to_dict()
         if self.source_config is not None:
             names = ["embed_tokens.weight"] * self.own_embedding + ["lm_head.weight"] * self.own_head
+            names += ["layers.0.layer_scalar"] * self.layer_scalars
             source = type(self)(**read_config(self.source_config, names)).to_dict()
             if _meaning(fields) == _meaning(source) and fields.get("dtype") in (None, source.get("dtype")):
                 key, value = "quantization_config", fields.get("quantization_config")

@@ -50,6 +50,8 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank = config.markov_rank
         self.kind = config.markov_head_type
+        # vLLM 0.33.0 caps both terms of a Gemma 4 drafter's sum; no other implementation has a cap next to this head.
+        self.softcap = config.final_logit_softcapping if config.decoder_type == "gemma4" else None
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.kind == "gated":
@@ -68,7 +70,10 @@ class MarkovHead(nn.Module):
             gate = torch.sigmoid(gate)
             state = gate * state + (1 - gate) * torch.tanh(update)
             latent = torch.tanh(output)
-        return logits + _rows_of(self.markov_w2(latent), logits), state
+        bias = self.markov_w2(latent)
+        if self.softcap:
+            bias = torch.tanh(bias / self.softcap) * self.softcap
+        return logits + _rows_of(bias, logits), state
 
 
 class ConfidenceHead(nn.Module):

@@ -55,8 +55,9 @@ class DraftCache:
             buffer[1, :, :, start:end] = values
         else:
             rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            buffer[0, rows, :, self._columns] = keys.transpose(1, 2)
-            buffer[1, rows, :, self._columns] = values.transpose(1, 2)
+            # Under autocast keys and values differ in dtype; the plain assignment above casts by itself.
+            buffer[0, rows, :, self._columns] = keys.transpose(1, 2).to(buffer.dtype)
+            buffer[1, rows, :, self._columns] = values.transpose(1, 2).to(buffer.dtype)
         self._lengths[layer_idx] = end
         return buffer[0, :, :, :end], buffer[1, :, :, :end]
 
@@ -73,6 +74,18 @@ class DraftCache:
     def crop(self, length: int) -> None:
         """Forget all rows from column `length` on, in every layer."""
         self._lengths = [min(length, held) for held in self._lengths]
+
+    def fits(self, parameter: torch.Tensor) -> bool:
+        """Whether rows of a drafter with this parameter can be added: its device and dtype, outside inference mode."""
+        return all(
+            buffer is None
+            or (
+                buffer.device == parameter.device
+                and buffer.dtype == parameter.dtype
+                and (torch.is_inference_mode_enabled() or not buffer.is_inference())
+            )
+            for buffer in self._buffers
+        )
 
     def select(self, rows: torch.LongTensor, *, length: int) -> None:
         """Keep only some sequences of the batch, the longest of which has `length` rows."""

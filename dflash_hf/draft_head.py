@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from .errors import TargetMismatchError
 from .modeling_dflash import DFlashDraftModel
+from .packing import PackedLinear, linear_of_rows
 from .target import OutputHead, embed_tokens, execution_device, output_vocabulary
 
 
@@ -25,9 +26,11 @@ class DraftHead:
         first_slot: the slot that proposes the token after the anchor.
         walks: whether a proposal's logits depend on the proposals before it, so that they come from `walk`.
         restricts: whether some tokens can never be proposed (their logits are -inf).
+        frequent: tokens `[v]` that all proposals come from, or None for the whole vocabulary.
 
     Raises:
-        TargetMismatchError: if the drafter's trimmed vocabulary leaves the target's, or the target has no output head.
+        TargetMismatchError: if the drafter's trimmed vocabulary or its index of frequent tokens leaves the target's
+            vocabulary, or the target has no output head.
     """
 
     def __init__(self, drafter: DFlashDraftModel, target: nn.Module):
@@ -44,9 +47,15 @@ class DraftHead:
         self.token_ids = None
         if drafter.d2t is not None:
             self.token_ids = torch.arange(len(drafter.d2t), device=drafter.d2t.device) + drafter.d2t
-            _check_map(self.token_ids, self.vocab_size)
+            _check_map(self.token_ids, self.vocab_size, "trimmed vocabulary (tensor 'd2t')")
+        self.frequent = drafter.frequent_token_ids
+        if self.frequent is not None:
+            _check_map(self.frequent, self.vocab_size, "index of frequent tokens (frequent_tokens.json)")
+            self.frequent = self.frequent.to(execution_device(self.head.head))
+        self._frequent_head = None
         self.restricts = (
             self.token_ids is not None
+            or self.frequent is not None
             or config.selector_rank is not None
             or (self.rows is not None and self.rows < self.vocab_size)
         )
@@ -73,8 +82,31 @@ class DraftHead:
         Args:
             hidden_states: `[..., H]`.
         """
+        if self.frequent is not None:
+            return self.spread(self.frequent_logits(hidden_states))
         logits = self.head(hidden_states.to(execution_device(self.head.head)))
         return self._on_target_vocabulary(logits if self.token_ids is not None else logits[..., : self.rows])
+
+    def frequent_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Draft logits `[..., v]` over the tokens of `frequent`, in its order.
+
+        Args:
+            hidden_states: `[..., H]`.
+        """
+        hidden_states = hidden_states.to(execution_device(self.head.head))
+        if not self.head.has_rows:  # quantised, adapted or offloaded: its own forward, then a choice
+            return self.head(hidden_states)[..., self.frequent]
+        if self._frequent_head is None:  # gathered once a call
+            rows = self.head.rows(self.frequent)
+            self._frequent_head = linear_of_rows(*rows, packed=isinstance(self.head.head, PackedLinear))
+        head = self._frequent_head
+        return self.head.transform(head(hidden_states.to(head.weight.dtype)))
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits or scores `[..., v]` over `frequent` -> `[..., V]`, with -inf for all other tokens."""
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        full[..., self.frequent.to(logits.device)] = logits
+        return full
 
     def walk(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> Walk:
         """Start choosing proposals from left to right.
@@ -144,10 +176,10 @@ def without_empty_rows(scores: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
 
 
-def _check_map(token_ids: torch.Tensor, vocab_size: int) -> None:
+def _check_map(token_ids: torch.Tensor, vocab_size: int, name: str) -> None:
     outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
     if len(outside):
         raise TargetMismatchError(
-            f"The drafter's trimmed vocabulary (tensor 'd2t') holds token id {int(outside[0])}, but the target's has "
-            f"{vocab_size} tokens. Use the target that it was trained for."
+            f"The drafter's {name} holds token id {int(outside[0])}, but the target's vocabulary has {vocab_size} "
+            "tokens. Use the target that it was trained for."
         )

@@ -17,6 +17,15 @@ def target_embedding_scale(text: PreTrainedConfig) -> float:
     return 1.0
 
 
+def attention_geometry(text: PreTrainedConfig) -> tuple[int, int, int]:
+    """Attention heads, key-value heads and head size of the target's first layer; Gemma 4's global layers differ."""
+    first = text.per_layer_config[0] if text.is_heterogeneous else text
+    # A target without attention (Mamba) says nothing of heads: the usual width.
+    heads = getattr(first, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(first, "head_dim", None) or text.hidden_size // heads
+
+
 def drafter_rope_parameters(text: PreTrainedConfig) -> dict[str, Any]:
     """The target's RoPE parameters as a drafter uses them: whole heads, plain positions, scaling kept."""
     rope = dict(getattr(text, "rope_parameters", None) or {})

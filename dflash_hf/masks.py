@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +62,21 @@ def to_additive(visible: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
+@dataclass(frozen=True)
+class LayerMasks:
+    """Masks with the attention implementation that reads them; given as a forward pass's `attention_mask`.
+
+    The pair belongs to one forward pass, so a drafter that is trained with one implementation generates with its own.
+
+    Attributes:
+        by_layer_type: layer type -> mask.
+        implementation: a name registered with transformers' `AttentionInterface`.
+    """
+
+    by_layer_type: dict[str, Any]
+    implementation: str
+
+
 class BlockMasks:
     """The attention mask of each draft layer, built once for all layers that share one.
 
@@ -81,6 +97,8 @@ class BlockMasks:
         implementation: str,
         row_ends: torch.LongTensor | None = None,
     ):
+        if isinstance(attention_mask, LayerMasks):
+            attention_mask, implementation = attention_mask.by_layer_type, attention_mask.implementation
         self.given = attention_mask
         self.block = block
         self.total_length = total_length

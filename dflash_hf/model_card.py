@@ -169,6 +169,7 @@ def fill_card(
     num_parameters: int,
     dtype: str,
     layout: str = "dflash",
+    frequent_tokens: int | None = None,
     training: dict[str, Any] | None = None,
     benchmarks: Sequence[dict[str, Any]] = (),
 ) -> ModelCard:
@@ -180,6 +181,7 @@ def fill_card(
         num_parameters: of the drafter.
         dtype: of the stored weights.
         layout: of the stored files, from `layout_of`; decides which engines the card tells how to serve them.
+        frequent_tokens: tokens in the drafter's index, if it has one.
         training: `description`, `command`, `data` and `curve`; what has no facts is left out.
         benchmarks: as for `card_data`, with `description` and `command`.
     """
@@ -200,6 +202,7 @@ def fill_card(
         input_embedding_scale=config.input_embedding_scale,
         dtype=dtype,
         layout=layout,
+        frequent_tokens=frequent_tokens,
         training=training,
         benchmarks=benchmarks,
     )

@@ -25,10 +25,12 @@ from .configuration_dflash import DFlashConfig
 from .convolution import GroupedDynamicConvolution
 from .correction_heads import CandidateSelector, ConfidenceHead, GRUCorrection, MarkovHead
 from .draft_cache import DraftCache
-from .errors import DFlashError
+from .errors import DFlashConfigError, DFlashError
+from .gemma4 import Gemma4DraftLayer
 from .loading import read_published_names
-from .masks import BlockMasks
+from .masks import BlockMasks, LayerMasks
 from .pretrained import DrafterFiles
+from .token_index import checked_index
 
 # GenerationStats of each drafter's latest call; a thread's own, and gone with it.
 _LATEST = threading.local()
@@ -67,6 +69,10 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return block + self.mlp_conv.after(self.mlp(normed), kernel)
 
 
+# By `DFlashConfig.decoder_type`.
+DECODER_LAYERS = {"qwen3": DFlashDecoderLayer, "gemma4": Gemma4DraftLayer}
+
+
 class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     """What transformers needs to know about the drafter."""
 
@@ -74,7 +80,7 @@ class DFlashPreTrainedModel(DrafterFiles, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DFlashDecoderLayer"]
+    _no_split_modules = ["DFlashDecoderLayer", "Gemma4DraftLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -114,11 +120,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         taps = len(config.target_layer_ids)
         self.fc = nn.Linear(taps * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        layer_class = DECODER_LAYERS[config.decoder_type]
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_tables(config)
         self._add_corrections(config)
+        self._frequent_token_ids = None
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig()
         # A Trainer's resume reads the saved file into the model as it is.
@@ -154,6 +162,34 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return self.candidate_selector if self.candidate_selector is not None else self.markov_head
 
     @property
+    def frequent_token_ids(self) -> torch.LongTensor | None:
+        """Target tokens `[v]` that proposals are restricted to, most frequent first; None for the whole vocabulary.
+
+        Assign a list or tensor of token ids (`dflash_hf.frequent_tokens` counts them) to draft with an output head of v
+        rows: cheaper where the head is a large part of a draft, and as exact. It is saved and loaded with the drafter.
+
+        Raises:
+            DFlashConfigError: on assignment, for ids outside the vocabulary or given twice, or a drafter whose own
+                vocabulary is trimmed already.
+        """
+        return self._frequent_token_ids
+
+    @frequent_token_ids.setter
+    def frequent_token_ids(self, token_ids: torch.Tensor | list[int] | None) -> None:
+        if token_ids is not None and self.d2t is not None:
+            raise DFlashConfigError(
+                f"This drafter has a trimmed vocabulary of its own ({len(self.d2t)} tokens, tensor 'd2t'), so it takes "
+                "no index of frequent tokens."
+            )
+        vocab_size = self.config.vocab_size
+        self._frequent_token_ids = None if token_ids is None else checked_index(token_ids, vocab_size=vocab_size)
+
+    @property
+    def num_frequent_tokens(self) -> int | None:
+        """Length of `frequent_token_ids`; None without an index."""
+        return None if self._frequent_token_ids is None else len(self._frequent_token_ids)
+
+    @property
     def last_generation_stats(self):
         """`GenerationStats` of this thread's latest `generate` call with this drafter; None before the first."""
         return getattr(_LATEST, "stats", {}).get(self)
@@ -177,7 +213,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | LayerMasks | None = None,
         cache: Any = None,
         past_key_values: Any = None,
     ) -> BaseModelOutput:
@@ -190,8 +226,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             position_ids: `[b, n + B]`, absolute positions of the new context rows, then of the block. By default they
                 follow the cache.
             attention_mask: None; padding of shape `[b, cached + n + B]` (1 is visible); a 4-D mask
-                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; or a dictionary
-                of these by layer type.
+                `[b, 1, B, cached + n + B]`, boolean (True is visible) or additive; a flex `BlockMask`; a dictionary of
+                these by layer type; or `LayerMasks`, which also names the attention implementation to use.
             cache: `DraftCache`, or a transformers cache. Context and block are appended to it; the caller crops the
                 block's B rows before the next round.
             past_key_values: the name under which transformers before 5.24 passes the cache.

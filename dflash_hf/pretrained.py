@@ -13,6 +13,7 @@ from .checkpoints import FAMILIES, name_on_disk
 from .configuration_dflash import DFlashConfig
 from .loading import own_generation_config, require_complete, require_consistent
 from .publishing import push_drafter
+from .token_index import read_index, write_index
 from .weight_files import HUB_KEYWORDS, pin_files, remove_stale_weights
 
 # The costs that `calibrate` measured.
@@ -79,6 +80,7 @@ class DrafterFiles:
         require_consistent(source, d2t=model.d2t, t2d=model.t2d)
         if source is not None:
             model.generation_config = own_generation_config(source, **hub)
+            model.frequent_token_ids = read_index(source, vocab_size=model.config.vocab_size, **hub)
         return (model, info) if with_info else model
 
     def save_pretrained(
@@ -89,7 +91,9 @@ class DrafterFiles:
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Write the drafter in its family's layout (z-lab's for new ones), and its own `generation_config.json` if any.
+        """Write the drafter in its family's layout (z-lab's for new ones).
+
+        Its own `generation_config.json` and `frequent_tokens.json` are written beside it, if there are any.
 
         Takes the arguments of `PreTrainedModel.save_pretrained`, and with `push_to_hub=True` those of `push_to_hub`. A
         README.md in the folder that a person edited is uploaded as the card.
@@ -103,6 +107,7 @@ class DrafterFiles:
         if not is_main_process:
             return
         remove_stale_weights(save_directory)
+        write_index(self.frequent_token_ids, save_directory)
         if _DRAFTING_KNOBS & self.generation_config.to_diff_dict().keys():
             self.generation_config.save_pretrained(save_directory)
         if push_to_hub:  # as a whole, so that no file of the folder is left out

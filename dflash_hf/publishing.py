@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .model_card import card_data, card_for_repository, fill_card, layout_of, sealed
+from .token_index import FILE_NAME
 
 logger = logging.get_logger(__name__)
 
-# Weight files of an earlier upload. Left beside new shards, an old model.safetensors would be loaded in their place.
-EARLIER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+# Files of an earlier upload. Left beside new shards, an old model.safetensors would be loaded in their place.
+EARLIER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", FILE_NAME)
 
 
 def push_drafter(
@@ -126,4 +127,5 @@ def default_card(drafter: PreTrainedModel, *, name: str, folder: Path, tags: Any
         num_parameters=drafter.num_parameters(),
         dtype=str(drafter.dtype).removeprefix("torch."),
         layout=layout_of(on_disk),
+        frequent_tokens=drafter.num_frequent_tokens,
     )

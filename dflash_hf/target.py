@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from .configuration_dflash import DFlashConfig
 from .errors import TargetMismatchError
+from .packing import PackedLinear
 
 # Embedding tables are padded to a multiple of some power of two; a larger difference is another vocabulary.
 VOCABULARY_PADDING = 1024
@@ -57,14 +58,9 @@ def embed_tokens(target: nn.Module, token_ids: torch.LongTensor, *, scale: float
     if scale is not None:
         rows = functional.embedding(token_ids, embedding.weight)
         return rows if scale == 1.0 else rows * scale
-    norm = getattr(embedding, "embed_norm", None)
-    if norm is None:
-        return embedding(token_ids)
-    embedding.embed_norm = nn.Identity()
-    try:
-        return embedding(token_ids)
-    finally:
-        embedding.embed_norm = norm
+    if hasattr(embedding, "embed_norm"):  # nothing is swapped on the module: other threads may be using it
+        return functional.embedding(token_ids, embedding.weight)
+    return embedding(token_ids)
 
 
 def output_head(target: nn.Module) -> nn.Module:
@@ -117,6 +113,13 @@ class OutputHead:
             hidden_states = hidden_states.to(weight.dtype)
         return self.transform(self.head(hidden_states))
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether logits are a plain product with `weight`, here in memory, so that `rows` may stand for the head."""
+        weight = self.head.weight
+        plain = type(self.head) in (nn.Linear, PackedLinear)
+        return plain and type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta
+
     def rows(self, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight rows `[v, H]` and bias `[v]` of some tokens, for logits over a part of the vocabulary."""
         bias = getattr(self.head, "bias", None)
@@ -158,6 +161,9 @@ class FeatureCapture:
     Args:
         target: the target model.
         layer_ids: taps, -1 for the embedding output.
+
+    Attributes:
+        runs_eagerly: whether the target was compiled by the user.
     """
 
     def __init__(self, target: nn.Module, layer_ids: list[int]):
@@ -165,7 +171,7 @@ class FeatureCapture:
         # Gemma 3n's layers carry several streams [streams, b, n, H]; the active one is the hidden state.
         self._stream = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self.layer_ids = list(layer_ids)
-        self._compiled = _is_compiled(target, self.layers[0])
+        self.runs_eagerly = _is_compiled(target, self.layers[0])
         self._thread = threading.get_ident()
         self._recording = False
         self._states: dict[int, list[torch.Tensor]] = {}
@@ -209,10 +215,47 @@ class FeatureCapture:
         self._states.clear()
         self._recording = True
         try:
-            with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+            with torch.compiler.set_stance("force_eager") if self.runs_eagerly else nullcontext():
                 yield
         finally:
             self._recording = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No hooks inside: for a forward pass that gives the states itself (`supply`)."""
+        entered = bool(self._handles)
+        self.__exit__()
+        try:
+            yield
+        finally:
+            if entered:
+                self.__enter__()
+
+    def supply(self, states: list[torch.Tensor]) -> None:
+        """States of the taps, `[b, n, H_t]` each, from a forward pass without hooks."""
+        self._states = {layer_id: [state] for layer_id, state in zip(self.layer_ids, states)}
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._states.clear()
+
+    def states(self) -> list[torch.Tensor]:
+        """The first recorded state of each tap, which stays recorded.
+
+        Raises:
+            TargetMismatchError: if a tapped layer did not run.
+        """
+        self._require_all()
+        return [self._states[layer_id][0] for layer_id in self.layer_ids]
+
+    def _require_all(self) -> None:
+        for layer_id in self.layer_ids:
+            if layer_id not in self._states:
+                raise TargetMismatchError(
+                    f"Target layer {layer_id} gave no hidden state in its last forward pass. Hooks do not run inside a "
+                    "target that was compiled before; compile it with torch._dynamo.config.skip_nnmodule_hook_guards "
+                    "off, or pass the uncompiled model."
+                )
 
     def take(self, device: torch.device) -> torch.Tensor:
         """The recorded states `[b, n, K * H_t]` on `device`, concatenated over the taps; they are forgotten here.
@@ -221,13 +264,7 @@ class FeatureCapture:
             TargetMismatchError: if a tapped layer did not run.
         """
         states = self._states
-        for layer_id in self.layer_ids:
-            if layer_id not in states:
-                raise TargetMismatchError(
-                    f"Target layer {layer_id} gave no hidden state in its last forward pass. Hooks do not run inside a "
-                    "target that was compiled before; compile it with torch._dynamo.config.skip_nnmodule_hook_guards "
-                    "off, or pass the uncompiled model."
-                )
+        self._require_all()
         taps = [states[layer_id] for layer_id in self.layer_ids]
         taps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in taps]
         features = torch.cat([tap.to(device) for tap in taps], dim=-1)

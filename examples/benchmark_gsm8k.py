@@ -18,7 +18,7 @@ import torch
 import transformers
 import typer
 from datasets import load_dataset
-from quickstart import DRAFTER, console, load_target
+from quickstart import DRAFTER, configure, console, load_target
 from rich.progress import track
 
 from dflash_hf import DFlashDraftModel
@@ -39,11 +39,19 @@ def main(
     whole_blocks: Annotated[
         bool, typer.Option("--whole-blocks", help="Verify whole blocks, whatever they cost.")
     ] = False,
+    pack: Annotated[
+        bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
+    ] = None,
+    whole_vocabulary: Annotated[
+        bool, typer.Option("--whole-vocabulary", help="Ignore the drafter's index of frequent tokens.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Run the comparison and print the totals."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+    settings = configure(model, draft, pack=pack, whole_vocabulary=whole_vocabulary)
+    console.print(settings)
     if num_assistant_tokens is not None:
         draft.generation_config.num_assistant_tokens = num_assistant_tokens
     if whole_blocks:
@@ -74,6 +82,7 @@ def main(
     result["proposals"] = "fixed" if fixed else "by cost"
     result["proposals_per_round"] = sum(total.stats.proposed) / max(len(total.stats.proposed), 1)
     result["copied_rounds"] = total.stats.copied
+    result["settings"] = settings
     result["machine"] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),

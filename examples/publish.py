@@ -68,6 +68,7 @@ def main(
         config=model.config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=dtype,
+        frequent_tokens=model.num_frequent_tokens,
         training={
             "command": training_command,
             "description": training_description,

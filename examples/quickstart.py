@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, pack_linears
 from dflash_hf.evaluation.comparison import compare, write_result
 
 DRAFTER = Path(__file__).resolve().parent.parent / "model_cards" / "SmolLM2-135M-Instruct-DFlash"
@@ -55,6 +55,24 @@ def load_target(name: str | None):
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
+def configure(model, draft, *, pack: bool | None, whole_vocabulary: bool) -> dict:
+    """Pack the linear layers (by default on a CPU in fp32), drop the index of frequent tokens if asked to.
+
+    Plain generation loses nothing by it: single rows go through the plain kernels in a packed model too.
+
+    Returns:
+        what is in force.
+    """
+    if whole_vocabulary:
+        draft.frequent_token_ids = None
+    suits = model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if pack or (pack is None and suits):
+        pack_linears(model)
+        pack_linears(draft)
+        pack = True
+    return {"packed linear layers": bool(pack), "frequent tokens": draft.num_frequent_tokens or "all"}
+
+
 def main(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own question; may be given several times.")] = None,
     target: Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")] = None,
@@ -63,15 +81,25 @@ def main(
     num_assistant_tokens: Annotated[
         int | None, typer.Option(help="Send only this many proposals of a block to the target.")
     ] = None,
+    pack: Annotated[
+        bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
+    ] = None,
+    whole_vocabulary: Annotated[
+        bool, typer.Option("--whole-vocabulary", help="Ignore the drafter's index of frequent tokens.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Compare plain generation with DFlash on three questions, or on your own."""
     model, tokenizer = load_target(target)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
+    settings = configure(model, draft, pack=pack, whole_vocabulary=whole_vocabulary)
     if num_assistant_tokens is not None:
         draft.generation_config.num_assistant_tokens = num_assistant_tokens
     console.print(
-        f"Drafter: {drafter}, block {draft.config.block_size}, {draft.config.num_hidden_layers} layers\n", markup=False
+        f"Drafter: {drafter}, block {draft.config.block_size}, {draft.config.num_hidden_layers} layers\n"
+        + ", ".join(f"{name}: {value}" for name, value in settings.items())
+        + "\n",
+        markup=False,
     )
     questions = prompt or [f"{question}\nSolve the problem step by step." for question in QUESTIONS]
 
@@ -89,6 +117,7 @@ def main(
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     result = compare(model, draft, prompts(), max_new_tokens=max_new_tokens, streamer=streamer).as_dict()
+    result["settings"] = settings
     table = Table(title=f"{len(questions)} questions, greedy, up to {max_new_tokens} new tokens each")
     for heading in ("same tokens", "acceptance length", "rounds", "plain tokens/s", "DFlash tokens/s", "ratio"):
         table.add_column(heading, justify="right")

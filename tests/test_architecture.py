@@ -20,6 +20,8 @@ LAYERS = [
         "configuration_checks",
         "inherited",
         "training.anchors",
+        "training.attention",
+        "training.curve",
         "training.masks",
         "training.losses",
         "training.metrics",
@@ -30,10 +32,14 @@ LAYERS = [
         "modeling_dflash",
         "attention",
         "convolution",
+        "gemma4",
         "correction_heads",
         "loading",
         "pretrained",
         "publishing",
+        "token_index",
+        "compiled_target",
+        "packing",
         "weight_files",
         "target",
         "draft_head",
@@ -122,7 +128,8 @@ def test_the_walk_sees_the_package():
     source, is_package = sources["checkpoints"]
     assert imports_of(source, "checkpoints", is_package=is_package, modules=set(sources)) == {
         "errors",
-        *(f"checkpoints.{name}" for name in ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators", "zlab")),
+        *(f"checkpoints.{name}" for name in ("deepspec", "deepspec_gemma4", "dflash2", "domino", "dspark", "muse")),
+        *(f"checkpoints.{name}" for name in ("speculators", "zlab")),
         "checkpoints.refused",
     }
 

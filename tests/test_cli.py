@@ -37,7 +37,7 @@ def target_folder(tmp_path_factory):
     return make_target_folder(tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "info"])
+@pytest.mark.parametrize("command", ["generate", "train", "info", "index-tokens"])
 def test_help(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0 and "Usage" in result.output
@@ -121,8 +121,10 @@ def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
     ]
     arguments += ["--layers", "1", "--block-size", "4", "--taps", "0,1", "--anchors", "4", "--batch-size", "2"]
     arguments += ["--max-steps", "2", "--eval-examples", "2", "--log-every", "1", "--optimizer", "muon", "--muon-fp32"]
+    arguments += ["--frequent-tokens", "5"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
+    assert DFlashDraftModel.from_pretrained(out).frequent_token_ids.tolist() == [6, 7, 8, 9, 10]
     assert "eval_block_acceptance_length" in result.output
     card = (out / "README.md").read_text()
     command = next(line for line in card.splitlines() if line.startswith("dflash-hf train"))
@@ -159,6 +161,11 @@ def tiny_data(folder, count=4):
         (["--mask-token-id", "127", "--resume"], ["--resume", "no checkpoint"]),
         (["--mask-token-id", "127", "--data", "nowhere.jsonl"], ["There is no file nowhere.jsonl"]),
         (["--mask-token-id", "127", "--taps", "1,2", "--eval-examples", "9"], ["--eval-examples 9", "4 examples"]),
+        (["--init-from", str(PAIR / "drafter"), "--init-from-target"], ["--init-from-target", "brings its own"]),
+        (["--mask-token-id", "127", "--lora-rank", "4"], ["--lora-rank", "--init-from"]),
+        (["--init-from", str(PAIR / "drafter"), "--merge-lora"], ["--merge-lora", "--lora-rank"]),
+        (["--mask-token-id", "127", "--taps", "1,2", "--objective", "kl"], ["objective is 'kl'", "target_kl"]),
+        (["--mask-token-id", "127", "--taps", "1,2", "--attention", "flash"], ["'flash'", "dflash_blocks"]),
     ],
 )
 def test_mistakes_are_answered_in_words(target_folder, tmp_path, options, parts):
@@ -215,6 +222,35 @@ def test_init_from_keeps_taps_and_resume_goes_on(target_folder, tmp_path):
     assert "taps [0, 1, 2]" in " ".join(first.output.split())
     assert "step 2 " in second.output and "step 1 " not in second.output
     assert "2 updates" in (out / "README.md").read_text()
+
+
+def test_lora_run_writes_an_adapter_and_a_whole_drafter(target_folder, tmp_path):
+    """--lora-rank on packed rows, resumed, merged: OUTPUT holds the adapter, OUTPUT/merged a drafter that generates."""
+    out = tmp_path / "out"
+    arguments = ["train", "--target", target_folder, "--data", tiny_data(tmp_path), "--output", str(out)]
+    arguments += ["--init-from", str(PAIR / "drafter"), "--anchors", "4", "--save-every", "1", "--log-every", "1"]
+    arguments += [
+        "--lora-rank",
+        "4",
+        "--packing",
+        "--max-length",
+        "60",
+        "--objective",
+        "target_kl",
+        "--batch-size",
+        "1",
+    ]
+    first = runner.invoke(app, [*arguments, "--max-steps", "1"])
+    second = runner.invoke(app, [*arguments, "--max-steps", "3", "--resume", "--merge-lora"])
+    assert first.exit_code == second.exit_code == 0, first.output + second.output
+    assert "2 training rows" in " ".join(first.output.split()) and "step 3 " in second.output
+    assert "slot_accuracy_1 " not in second.output and "block_acceptance_length" in second.output
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert adapter["r"] == 4 and adapter["lora_alpha"] == 8
+    assert (out / "training_curve.svg").exists() and not (out / "model.safetensors").exists()
+    arguments = ["generate", "--target", target_folder, "--drafter", str(out / "merged"), "--prompt", "w5"]
+    result = runner.invoke(app, [*arguments, "--dtype", "float32", "--max-new-tokens", "8"])
+    assert result.exit_code == 0, result.output
 
 
 def chat_target(folder):
@@ -424,3 +460,19 @@ def test_calibrate_writes_costs_beside_the_drafter(target_folder, tmp_path):
     assert table["batch_size"] == 2
     result = runner.invoke(app, [*arguments, "--drafter", "someone/drafter"])
     assert result.exit_code == 1 and "--output" in result.output
+
+
+def test_index_tokens_adds_a_file_and_touches_nothing_else(tmp_path):
+    """A drafter that lies there: weights and config stay as they are, and the share of the data is told."""
+    folder = tmp_path / "drafter"
+    shutil.copytree(PAIR / "drafter", folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    result = runner.invoke(app, ["index-tokens", str(folder), "--data", tiny_data(tmp_path), "--size", "6"])
+    assert result.exit_code == 0, result.output
+    assert "6 of 128 tokens, 25.00% of the 96 response tokens" in " ".join(result.output.split())
+    assert DFlashDraftModel.from_pretrained(folder).frequent_token_ids.tolist() == [6, 7, 8, 9, 10, 11]
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.name in before}
+    result = runner.invoke(app, ["info", str(folder)])
+    assert "the 6 most frequent tokens" in result.output
+    result = runner.invoke(app, ["index-tokens", str(tmp_path), "--data", tiny_data(tmp_path)])
+    assert result.exit_code == 1 and "no config.json" in " ".join(result.output.split())

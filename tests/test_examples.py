@@ -44,6 +44,8 @@ def test_quickstart_writes_the_promised_numbers(pair, tmp_path):
     for key in ("same_tokens", "acceptance_length", "rounds", "plain_tokens_per_second", "dflash_tokens_per_second"):
         assert key in result
     assert result["same_tokens"] is True and result["rounds"] > 0
+    assert result["settings"] == {"packed linear layers": True, "frequent tokens": "all"}
+    assert result["draft_ms_per_round"] > 0 < result["verify_ms_per_round"]
     assert result["speedup"] == pytest.approx(result["dflash_tokens_per_second"] / result["plain_tokens_per_second"])
     assert "same tokens" in output
 
@@ -115,3 +117,65 @@ def test_publish_writes_weights_and_a_card_with_the_facts(tmp_path):
     assert "model-index" in card
     model = DFlashDraftModel.from_pretrained(out)
     assert model.dtype == torch.bfloat16 and model.config.target_name_or_path == "someone/target"
+
+
+def grammar_data(folder, count=24):
+    """Answers of a small grammar, as token ids."""
+    rows = [{"prompt_ids": [1, 5 + i, 9], "response_ids": [10 + (i + j) % 80 for j in range(20)]} for i in range(count)]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return str(folder / "data.jsonl")
+
+
+def test_train_drafter_trains_and_saves(pair, tmp_path):
+    from dflash_hf import DFlashDraftModel
+
+    out = tmp_path / "out"
+    arguments = ("--data", grammar_data(tmp_path), "--output", str(out), "--steps", "4", "--held-out", "4")
+    arguments += ("--length", "64", "--anchors", "4", "--layers", "1", "--mask-token-id", "127")
+    output = run_example("train_drafter.py", *pair[:2], *arguments)
+    assert "block acceptance length" in output and (out / "training_curve.svg").exists()
+    assert DFlashDraftModel.from_pretrained(out).config.block_size == 8
+
+
+def test_lora_tune_writes_adapter_and_merged_drafter(pair, tmp_path):
+    from dflash_hf import DFlashDraftModel
+
+    out = tmp_path / "out"
+    arguments = ("--data", grammar_data(tmp_path), "--output", str(out), "--steps", "2", "--held-out", "4")
+    output = run_example("lora_tune.py", *pair, *arguments, "--rank", "2")
+    assert "slot_accuracy" in output and "->" in output
+    assert (out / "adapter_model.safetensors").exists()
+    assert DFlashDraftModel.from_pretrained(out / "merged").config.target_layer_ids == [0, 1, 2]
+
+
+def test_benchmark_training_runs_every_side(pair, tmp_path):
+    """Without an environment that has speculators: ours with both objectives, and dense masks."""
+    file = tmp_path / "result.json"
+    arguments = ("--data", grammar_data(tmp_path), "--updates", "1", "--repeats", "1", "--examples", "3")
+    arguments += ("--anchors", "4", "--layers", "1", "--mask-token-id", "127", "--json", str(file))
+    run_example("benchmark_training.py", *pair[:2], *arguments)
+    result = json.loads(file.read_text())
+    assert set(result["results"]) == {"ours", "ours, argmax", "dense"}
+    positions = {name: runs[0]["positions"] for name, runs in result["results"].items()}
+    assert len(set(positions.values())) == 1 and positions["ours"] > 0
+    for runs in result["results"].values():
+        assert runs[0]["peak_memory_mb"] >= runs[0]["memory_before_mb"] > 0
+
+
+def test_benchmark_memory_measures_a_step(tmp_path):
+    file = tmp_path / "result.json"
+    arguments = ("--vocabulary", "500", "--length", "64", "--chunk", "64", "--anchors", "8", "--json", str(file))
+    run_example("benchmark_memory.py", *arguments)
+    (case,) = json.loads(file.read_text())["cases"]
+    assert case["anchors"] == 8 and case["labelled_slots"] > 80 and case["peak_mb"] > case["before_mb"] > 0
+
+
+def test_benchmark_compiled_gives_the_same_tokens(pair, tmp_path):
+    """With a backend that runs graphs as they are."""
+    file = tmp_path / "result.json"
+    arguments = ("--every-device", "--backend", "eager", "--new-tokens", "12", "--repeats", "1", "--json", str(file))
+    run_example("benchmark_compiled.py", *pair, "--prompt", "w5 w9 w17", *arguments)
+    result = json.loads(file.read_text())
+    loops = [result[name] for name in ("plain", "plain, compiled", "DFlash", "DFlash, compiled")]
+    assert all(loop["same_tokens"] and loop["tokens"] == 12 for loop in loops)
+    assert result["DFlash, compiled"]["capture_seconds"] > 0

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import CheckpointError
-from . import deepspec, dflash2, domino, dspark, muse, speculators, zlab
+from . import deepspec, deepspec_gemma4, dflash2, domino, dspark, muse, speculators, zlab
 from .refused import refusal
 
 # Keys that end in `_type` and are understood, or describe the target.
@@ -33,7 +33,7 @@ _KNOWN_TYPES = {
     "target_model_type",
     "target_text_model_type",
 }
-_FAMILIES = (speculators, domino, dspark, dflash2, deepspec, muse, zlab)
+_FAMILIES = (speculators, domino, dspark, dflash2, deepspec, deepspec_gemma4, muse, zlab)
 FAMILIES: dict[str, ModuleType] = {module.FAMILY: module for module in _FAMILIES}
 
 

@@ -37,6 +37,15 @@ BACKBONE_REQUIRED = (
 )
 
 # What the format's own reader takes where `head_dim` is absent.
+# What a drafter adds to its backbone, in layouts that keep it at the top level under our own names.
+DRAFTER_KEYS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "target_name_or_path",
+    "enable_thinking",
+)
 DEFAULT_HEAD_DIM = 128
 
 # Fields that change what a drafter computes, beyond the plain backbone, and the value that means "not used".
@@ -46,6 +55,9 @@ EXTRAS = {
     "own_embedding": False,
     "own_head": False,
     "draft_vocab_size": None,
+    "decoder_type": "qwen3",
+    "attention_k_eq_v": False,
+    "layer_scalars": False,
     "input_embedding_scale": None,
     "output_multiplier": None,
     "final_logit_softcapping": None,

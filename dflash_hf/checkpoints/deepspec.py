@@ -1,7 +1,7 @@
 """DeepSpec's layout: `Qwen3DSparkModel`, keys at the top level, embedding and head of its own, slot 0 proposes.
 
-With `markov_rank` 0 it is a DFlash drafter under DSpark's class name; above 0 it is DSpark. `Gemma4DSparkModel` has
-Gemma 4's decoder layers and is refused (`refused.py`).
+With `markov_rank` 0 it is a DFlash drafter under DSpark's class name; above 0 it is DSpark. `Gemma4DSparkModel`, with
+Gemma 4's decoder layers, is `deepspec_gemma4.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .common import (
+    DRAFTER_KEYS,
     backbone_fields,
     backbone_keys,
     bookkeeping_keys,
@@ -27,15 +28,14 @@ KEY_MAPPING: dict[str, str] = {}
 TO_DISK: dict[str, str] = {}
 IGNORED: tuple[str, ...] = ()
 
-_REQUIRED = (
-    "head_dim",
+REQUIRED = (
     "vocab_size",
     "block_size",
     "mask_token_id",
     "target_layer_ids",
     "markov_rank",
 )
-_OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "target_name_or_path")
+OWN_EXTRAS = {"sample_from_anchor", "own_embedding", "own_head"}
 
 
 def matches(on_disk: dict[str, Any]) -> bool:
@@ -50,19 +50,24 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
         CheckpointError: if a key is missing, or a layer slides (DeepSpec's attention is full everywhere).
     """
     require_backbone(on_disk, title=TITLE)
-    require_keys(on_disk, _REQUIRED, title=TITLE)
-    fields = backbone_fields(on_disk)
+    require_keys(on_disk, ("head_dim", *REQUIRED), title=TITLE)
+    return read_own(on_disk, backbone_fields(on_disk)) | {"family": FAMILY}
+
+
+def read_own(on_disk: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` of the backbone and those of DeepSpec's own keys.
+
+    Raises:
+        CheckpointError: if a layer slides.
+    """
     if set(fields["layer_types"]) != {"full_attention"}:
         raise CheckpointError(
             f"config.json has layer_types {fields['layer_types']}; DeepSpec's drafters have full attention only."
         )
-    fields |= {key: on_disk[key] for key in _OWN_KEYS if key in on_disk}
+    fields = fields | {key: on_disk[key] for key in DRAFTER_KEYS if key in on_disk}
     return fields | {
         **markov_fields(on_disk),
-        "family": FAMILY,
-        "sample_from_anchor": True,
-        "own_embedding": True,
-        "own_head": True,
+        **dict.fromkeys(OWN_EXTRAS, True),
         "architectures": ["DFlashDraftModel"],
         "source_config": dict(on_disk),
     }
@@ -74,13 +79,22 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: for a drafter without embedding and head of its own, or whose slot 0 is silent.
     """
-    require_expressible(fields, MARKOV_EXTRAS | {"sample_from_anchor", "own_embedding", "own_head"}, title=TITLE)
-    require_target_width(fields, title=TITLE)
-    for name in ("sample_from_anchor", "own_embedding", "own_head"):
+    require_expressible(fields, MARKOV_EXTRAS | OWN_EXTRAS, title=TITLE)
+    own = own_keys(fields, title=TITLE)
+    return backbone_keys(fields) | own | {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}
+
+
+def own_keys(fields: dict[str, Any], *, title: str) -> dict[str, Any]:
+    """DeepSpec's own keys: the inverse of `read_own`.
+
+    Raises:
+        CheckpointError: if the drafter is not one of DeepSpec's kind.
+    """
+    require_target_width(fields, title=title)
+    for name in sorted(OWN_EXTRAS):
         if not fields.get(name):
-            raise CheckpointError(f"A {TITLE} drafter has {name} true, which this one has not.")
+            raise CheckpointError(f"A {title} drafter has {name} true, which this one has not.")
     if set(fields["layer_types"]) != {"full_attention"} or fields.get("is_causal"):
-        raise CheckpointError(f"A {TITLE} drafter has bidirectional full attention on every layer, this one has not.")
-    out = backbone_keys(fields) | {key: fields[key] for key in _OWN_KEYS if fields.get(key) is not None}
-    out |= {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **markov_keys(fields)}
-    return out | bookkeeping_keys(fields)
+        raise CheckpointError(f"A {title} drafter has bidirectional full attention on every layer, this one has not.")
+    own = {key: fields[key] for key in DRAFTER_KEYS if fields.get(key) is not None}
+    return own | markov_keys(fields) | bookkeeping_keys(fields)

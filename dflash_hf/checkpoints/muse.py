@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .common import (
+    DRAFTER_KEYS,
     backbone_fields,
     backbone_keys,
     bookkeeping_keys,
@@ -34,7 +35,6 @@ _REQUIRED = (
     "target_layer_ids",
     "layer_types",
 )
-_OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "target_name_or_path")
 
 
 def matches(on_disk: dict[str, Any]) -> bool:
@@ -54,7 +54,7 @@ def read_config(on_disk: dict[str, Any], tensor_names: Iterable[str] | None = No
     fields = backbone_fields(on_disk)
     if fields.get("sliding_window") is not None:
         fields["sliding_window"] += 1
-    fields |= {key: on_disk[key] for key in _OWN_KEYS if key in on_disk}
+    fields |= {key: on_disk[key] for key in DRAFTER_KEYS if key in on_disk}
     return fields | {
         "vocab_size": on_disk.get("vocab_size"),
         "is_causal": False,
@@ -77,7 +77,7 @@ def write_config(fields: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"A {TITLE} is bidirectional on every layer; this drafter is causal on some.")
     if fields.get("attention_bias"):
         raise CheckpointError(f"This drafter has attention_bias, which the {TITLE} layout has no key for.")
-    out = backbone_keys(fields) | {key: fields[key] for key in _OWN_KEYS if fields.get(key) is not None}
+    out = backbone_keys(fields) | {key: fields[key] for key in DRAFTER_KEYS if fields.get(key) is not None}
     for key in ("max_window_layers", "use_sliding_window", "tie_word_embeddings", "use_cache", "attention_bias"):
         out.pop(key, None)
     if out["sliding_window"] is not None:

@@ -16,18 +16,12 @@ _NEMOTRON = (
     "a Nemotron drafter quantised by ModelOpt (W4A16 NVFP4), with an embedding of its own and no head. transformers "
     "cannot unpack NVFP4 weights; dflash_hf needs an unquantised export."
 )
-_GEMMA = (
-    "DeepSpec's Gemma4DSparkModel: its layers are Gemma 4's (values are the normed keys, two norms around each "
-    "sublayer, scaled embeddings), not the Qwen3 layers of dflash_hf's drafter. Use z-lab's Gemma 4 drafters."
-)
 _UNKNOWN = "a drafter family that dflash_hf does not know; run as plain DFlash it would propose wrong tokens."
 
 
 def refusal(on_disk: dict[str, Any]) -> str | None:
     """Why this published family cannot run, naming the key that tells it, or None if it is not one of these."""
     nested = on_disk.get("dflash_config") or {}
-    if any(name.startswith("Gemma4DSpark") for name in on_disk.get("architectures") or []):
-        return f"architectures {on_disk['architectures']}: this is {_GEMMA}"
     if on_disk.get("model_type") == "laguna":
         return f"model_type 'laguna': this is {_LAGUNA}"
     signs = {

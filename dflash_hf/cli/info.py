@@ -52,10 +52,12 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
         f"{kind.removesuffix('_attention')}{' (causal block)' if config.layer_is_causal(i) else ''}"
         for i, kind in enumerate(config.layer_types)
     )
+    kind = " of Gemma 4's kind" if config.decoder_type == "gemma4" else ""
     head = "the target's"
     if config.own_head:
         rows = config.draft_vocab_size
         head = "its own" if rows is None else f"its own, {rows} of {config.vocab_size} tokens"
+    frequent = model.frequent_token_ids
     facts = [
         ("family", FAMILIES[config.family].TITLE),
         ("target", config.target_name_or_path or "not recorded"),
@@ -68,11 +70,12 @@ def _facts(model: Any) -> list[tuple[str, Any]]:
         ),
         ("mask token id", config.mask_token_id),
         ("hidden size", config.hidden_size),
-        ("draft layers", f"{config.num_hidden_layers}: {layers}"),
+        ("draft layers", f"{config.num_hidden_layers}{kind}: {layers}"),
         ("sliding window", f"{config.sliding_window}{rule}" if config.sliding_window else "none"),
         ("RoPE", f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']:g}"),
         ("embedding", "its own" if config.own_embedding else "the target's"),
         ("output head", head),
+        ("proposes", f"the {len(frequent)} most frequent tokens" if frequent is not None else "any token of its head"),
     ]
     if config.conv_kernel_size is not None:
         facts.append(("convolutions", f"{config.conv_kernel_size} taps, groups of {config.conv_group_size} channels"))
@@ -113,7 +116,8 @@ def _costs(model: Any) -> list[tuple[str, str]]:
         ("a draft computes", f"{_scaled(operations)}FLOP"),
     ]
     if not config.own_head and config.vocab_size is not None:
-        head = config.vocab_size * config.hidden_size
+        frequent = model.frequent_token_ids
+        head = (config.vocab_size if frequent is None else len(frequent)) * config.hidden_size
         facts.append(("  and the target's head", f"{_scaled(head * width)}B, {_scaled(2 * head * proposals)}FLOP"))
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     facts.append(("its cache", f"{_scaled(cache * width)}B a token of context"))

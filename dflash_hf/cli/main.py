@@ -10,6 +10,7 @@ from .chat import chat
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .index_tokens import index_tokens
 from .info import info
 from .regenerate import regenerate
 from .train import train
@@ -28,6 +29,7 @@ app.command()(cache_features)
 app.command()(evaluate)
 app.command()(calibrate)
 app.command()(info)
+app.command()(index_tokens)
 app.command()(export)
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ class RichProgress(TrainerCallback):
         """Print what was logged."""
         if state.is_world_process_zero and logs:
             numbers = "  ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in logs.items()
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in logs.items()
+                if not name.rpartition("_")[2].isdigit()  # a line for every place of a block would hide the rest
             )
             self.console.print(f"step {state.global_step}  {numbers}", highlight=False, soft_wrap=True)
 

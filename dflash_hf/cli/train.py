@@ -55,8 +55,34 @@ def train(
     muon_learning_rate: Annotated[float, typer.Option(help="Muon's learning rate.")] = 2e-3,
     muon_fp32: Annotated[bool, typer.Option("--muon-fp32", help="Muon's iteration in fp32.")] = False,
     decay_gamma: Annotated[float | None, typer.Option(help="Decay of the loss weights, in slots.")] = None,
+    objective: Annotated[str, typer.Option(help="What slots learn: data, target_argmax or target_kl.")] = "data",
+    loss_weighting: Annotated[str, typer.Option(help="Weights of a block's slots: decay, uniform or dpace.")] = "decay",
+    contiguous_prefix: Annotated[
+        bool, typer.Option("--contiguous-prefix", help="Supervise a block up to its first unsupervised token.")
+    ] = False,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Several short examples in one row; --batch-size then counts rows.")
+    ] = False,
+    packed_length: Annotated[int | None, typer.Option(help="Tokens in a packed row; --max-length by default.")] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(help="flex_attention (default on CUDA), dflash_blocks (default elsewhere), sdpa or eager."),
+    ] = None,
+    init_from_target: Annotated[
+        bool, typer.Option("--init-from-target", help="Start a new drafter from the target's own last layers.")
+    ] = False,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="Train a LoRA adapter of this rank on --init-from instead of all weights.")
+    ] = None,
+    lora_alpha: Annotated[int | None, typer.Option(help="Scale of the adapter; twice its rank by default.")] = None,
+    merge_lora: Annotated[
+        bool, typer.Option("--merge-lora", help="Write the whole drafter, adapter added in, to OUTPUT/merged too.")
+    ] = False,
     loss_vocab_size: Annotated[
         int | None, typer.Option(help="Loss over this many most frequent tokens of the data.")
+    ] = None,
+    frequent_tokens: Annotated[
+        int | None, typer.Option(help="Let the drafter propose only this many most frequent tokens of the data.")
     ] = None,
     features: Annotated[
         str, typer.Option(help="Target features: online, memory, or a folder (of cache-features, or to be made).")
@@ -76,6 +102,7 @@ def train(
 ) -> None:
     """Train a drafter on the target's own responses."""
     import torch
+    from peft import LoraConfig
     from transformers import set_seed
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import get_last_checkpoint
@@ -90,6 +117,7 @@ def train(
 
     from ..errors import DFlashError
     from ..evaluation.drafter import prompts_of
+    from ..training.lora import LORA_TARGET_MODULES
     from .examples import inspect_examples, load_sources, prepare_splits, thinking_of
     from .progress import RichProgress
 
@@ -113,6 +141,12 @@ def train(
         raise DFlashError(f"--resume: {output} holds no checkpoint. Leave the option out to start anew.")
     new = {"layers": layers, "block-size": block_size, "taps": taps, "mask-token-id": mask_token_id}
     given = [f"--{name}" for name, value in new.items() if value is not None]
+    if init_from_target:
+        given.append("--init-from-target")
+    if lora_rank is None and (lora_alpha is not None or merge_lora):
+        raise DFlashError("--lora-alpha and --merge-lora are for an adapter: give --lora-rank too.")
+    if lora_rank is not None and init_from is None:
+        raise DFlashError("--lora-rank adapts a trained drafter: name it with --init-from.")
     if init_from is not None and given:
         raise DFlashError(f"{given[0]} is for a new drafter; {init_from} brings its own. Leave out {', '.join(given)}.")
     sources = load_sources(data, split=split, eval_data=eval_data, eval_split=eval_split)
@@ -160,7 +194,15 @@ def train(
         muon_learning_rate=muon_learning_rate,
         muon_fp32=muon_fp32,
         decay_gamma=decay_gamma,
+        objective=objective,
+        loss_weighting=loss_weighting,
+        contiguous_prefix=contiguous_prefix,
+        packing=packing,
+        packed_length=packed_length,
+        attn_implementation=attention,
+        init_from_target=init_from_target,
         loss_vocab_size=loss_vocab_size,
+        frequent_tokens=frequent_tokens,
         features=features,
         features_dir=features_dir,
         bf16=bf16,
@@ -183,23 +225,33 @@ def train(
         eval_dataset=held_out,
         processing_class=tokenizer,
         callbacks=[RichProgress(console)],
+        peft_config=None
+        if lora_rank is None
+        else LoraConfig(r=lora_rank, lora_alpha=lora_alpha or 2 * lora_rank, target_modules=LORA_TARGET_MODULES),
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     if generate_every:
         prompts = prompts_of(rows if held_out is None else held_out)[:generate_prompts]
         trainer.add_callback(AcceptanceLengthCallback(trainer, prompts=prompts, every=generate_every))
-    count = sum(parameter.numel() for parameter in drafter.parameters())
+    count = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     console.print(
-        f"{count / 1e6:.1f} M parameters, {drafter.config.num_hidden_layers} layers, "
+        f"{count / 1e6:.1f} M parameters to train, {drafter.config.num_hidden_layers} layers, "
         f"block {drafter.config.block_size}, taps {drafter.config.target_layer_ids}; "
-        f"{len(trainer.train_dataset)} training examples"
+        f"{len(trainer.train_dataset)} training {'rows' if packing else 'examples'}"
     )
     trainer.train(resume_from_checkpoint=resume or None)
     if held_out is not None:
         trainer.evaluate()
     trainer.save_model(str(output))
     trainer.save_state()
+    trainer.save_curve()
+    if lora_rank is not None:
+        if merge_lora:
+            trainer.save_merged(output / "merged")
+        where = f"{output}, with the drafter in {output / 'merged'}" if merge_lora else output
+        console.print(f"Adapter saved in {where}", markup=False)
+        return
     trainer.create_model_card(dataset=data, command=command_line(ctx))
     console.print(
         f"Drafter saved in {output}. Use it with: dflash-hf generate --target {target} --drafter {output}", markup=False

@@ -40,6 +40,8 @@ class Comparison:
         """The numbers that a report needs."""
         plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
         dflash = self.dflash_tokens / self.dflash_seconds if self.dflash_seconds else 0.0
+        stats, rounds = self.stats, max(self.stats.rounds, 1)
+        rest = stats.total_seconds - stats.prefill_seconds - stats.draft_seconds - stats.verify_seconds
         return {
             "prompts": self.prompts,
             "identical_prompts": self.identical,
@@ -50,6 +52,10 @@ class Comparison:
             "plain_tokens_per_second": plain,
             "dflash_tokens_per_second": dflash,
             "speedup": dflash / plain if plain else 0.0,
+            "draft_ms_per_round": 1000 * stats.draft_seconds / rounds,
+            "verify_ms_per_round": 1000 * stats.verify_seconds / rounds,
+            "rest_ms_per_round": 1000 * rest / rounds,
+            "plain_ms_per_token": 1000 / plain if plain else 0.0,
         }
 
 

@@ -153,18 +153,23 @@ class Acceptor:
             raw = logits[:, position].to(device=self.sequences.ids.device, dtype=torch.float32, copy=True)
             kept_logits = raw.clone() if self.recorder.wants_logits else raw
             scores = self.processors.all(self.sequences.aligned(), raw)
+            # One transfer a position: the host decides where the rows stop, as the processors must be called in order.
+            chosen = None if self.do_sample else scores.argmax(dim=-1).tolist()
             tokens, agreed = [], position < count
             for row in range(batch):
                 if not self.live[row] and self.stop.pad_token is not None:
                     tokens.append(self.stop.pad_token)
                     continue
                 proposal = proposals[row][position] if position < count else None
-                token, accepted = accept_one(
-                    draft=proposal,
-                    draft_scores=None if draft_scores is None or proposal is None else draft_scores[row, position],
-                    scores=scores[row],
-                    do_sample=self.do_sample,
-                )
+                if chosen is not None:
+                    token, accepted = chosen[row], chosen[row] == proposal
+                else:
+                    token, accepted = accept_one(
+                        draft=proposal,
+                        draft_scores=None if proposal is None else draft_scores[row, position],
+                        scores=scores[row],
+                        do_sample=True,
+                    )
                 tokens.append(token)
                 agreed = agreed and accepted
             for row, token in enumerate(tokens):

@@ -78,6 +78,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.do_sample = do_sample
         self.block_size = _inference_block_size(drafter)
         self.head = DraftHead(drafter, target)
+        # Logits stay on the drafter's frequent tokens until something asks about the whole vocabulary.
+        self._narrow = self.head.frequent is not None and not self.head.walks and processors.draft_any_vocabulary
         self.max_proposals = self.head.max_proposals(self.block_size)
         self.num_proposals = _num_proposals(drafter, self.max_proposals)
         knobs = drafter.generation_config
@@ -195,6 +197,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
         """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`, before any correction.
 
+        They cover the frequent tokens alone where the drafter has an index of them and no processor looks at token ids.
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
         self._block[:, :1] = self.head.embed(anchor).to(self.device)
@@ -211,7 +214,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._pending = None
         self.cache.crop(max(self.lengths))
         self._hidden = self.head.slots(hidden, num_tokens)  # of this draft, for heads that walk over it
-        return self.head.logits(self._hidden)
+        return self.head.frequent_logits(self._hidden) if self._narrow else self.head.logits(self._hidden)
 
     def propose(
         self, prefixes: list[torch.LongTensor], num_tokens: int
@@ -233,10 +236,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             count = int(sure.long().cumprod(dim=1).sum(dim=1).max())
             tokens, scores = tokens[:, :count], scores[:, :count]
         self._proposed = tokens.shape[1]
-        return tokens, scores if self.do_sample else None
+        return tokens, self.over_vocabulary(scores) if self.do_sample else None
 
     def draft(self, prefixes: list[torch.LongTensor], num_tokens: int) -> tuple[torch.LongTensor, torch.Tensor]:
-        """As `propose`, but with all tokens and always with the scores `[b, num_tokens, V]`."""
+        """As `propose`, but with all tokens and always with scores, which may cover the frequent tokens alone."""
         anchor = torch.cat([prefix[:, -1:] for prefix in prefixes])
         logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
         if self.in_order:
@@ -244,7 +247,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         scores = logits
         if self.do_sample or self.processors.draft:
             scores = self._usable(self.processors.on_rows(logits.float(), draft=True))
-        return self._choose(scores), scores
+        tokens = self._choose(scores)
+        return self.head.frequent.to(tokens.device)[tokens] if self._narrow else tokens, scores
+
+    def over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of `draft` -> `[b, n, V]`."""
+        return self.head.spread(scores) if self._narrow else scores
 
     @staticmethod
     def confidences(scores: torch.Tensor) -> torch.Tensor:
@@ -274,7 +282,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.cat(tokens, dim=1), torch.cat(rows, dim=1)
 
     def _usable(self, scores: torch.Tensor) -> torch.Tensor:
-        return without_empty_rows(scores) if self.head.restricts and self.do_sample else scores
+        # A restricted head, or processors in an unusual order, may rule every token out.
+        may_be_empty = self.do_sample and (self.head.restricts or self.processors.draft)
+        return without_empty_rows(scores) if may_be_empty else scores
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None
@@ -298,6 +308,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
     ) -> None:
         """Apply `num_assistant_tokens_schedule`: two more after a block that was right throughout, else one fewer.
 
+        Each call starts anew: with a length carried over, the same seed would not give the same sampled text.
+
         Args:
             input_ids, scores: part of transformers' interface, not used.
             num_matches: accepted proposals of the row that accepted the fewest.
@@ -306,8 +318,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return
         step = 2 if num_matches == self._proposed else -1
         self.num_proposals = min(max(self.num_proposals + step, 1), self.max_proposals)
-        if self.schedule == "heuristic":  # as in transformers, it goes on from here in the next call
-            self.drafter.generation_config.num_assistant_tokens = self.num_proposals
 
 
 def _inference_block_size(drafter: DFlashDraftModel) -> int:

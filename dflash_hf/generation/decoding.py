@@ -14,7 +14,7 @@ from ..target import FeatureCapture, check_compatibility, position_limit
 from .acceptor import Acceptor
 from .candidate_generator import DFlashCandidateGenerator
 from .kept_context import KeptContext, keep, recall
-from .multi_token_check import CHECKED_TOKENS, check_multi_token_forward
+from .multi_token_check import check_multi_token_forward
 from .outputs import OutputRecorder
 from .processors import Processors
 from .proposals import Proposer
@@ -71,7 +71,9 @@ class DFlashDecoding:
             pad_token_id=getattr(generation_config, "_pad_token_tensor", None),
             batch_size=batch_size,
         )
-        self.recorder = OutputRecorder(generation_config, batch_size=batch_size)
+        self.recorder = OutputRecorder(
+            generation_config, config=target.config.get_text_config(decoder=True), batch_size=batch_size
+        )
         self.stats = GenerationStats(batch_size=batch_size)
         self.sequences = Sequences(input_ids, room=_FIRST_ROOM)
         self.position_limit = position_limit(target)
@@ -83,23 +85,30 @@ class DFlashDecoding:
             generation_config=generation_config,
             model_kwargs=model_kwargs,
             room=_FIRST_ROOM,
+            position_limit=self.position_limit,
         )
         # The caller may use it again: it has to hold all rows, and the drafter's context stays with it.
         self.cache_is_kept = self.recorder.wanted or getattr(self.forward.cache, "_is_user_defined", False)
         self.rows = list(range(batch_size))
         self.pending = 0
         self.proposer: Proposer | None = None
+        self.rollback: Rollback | None = None
 
     def run(self):
         """Generate; the ids, or the output object that `return_dict_in_generate` asks for."""
         started = time.perf_counter()
-        training = self.drafter.training
+        in_training = [module for module in self.drafter.modules() if module.training]
         self.drafter.eval()
         try:
-            with self.capture, self.target._optimize_model_for_decode():
-                self._generate()
+            with self.capture:
+                self._prefill()
+                with self.target._optimize_model_for_decode():
+                    self._decode()
         finally:
-            self.drafter.train(training)
+            for module in in_training:
+                module.training = True
+            if self.rollback is not None:
+                self.rollback.finish()
             self.stats.new_tokens = sum(self.sequences.lengths) - len(self.sequences.lengths) * self._prompt_length
             self.stats.copied = self.proposer.copied if self.proposer else 0
             self.stats.total_seconds = time.perf_counter() - started
@@ -112,7 +121,8 @@ class DFlashDecoding:
     def _prompt_length(self) -> int:
         return self.sequences.prompt_length
 
-    def _generate(self) -> None:
+    def _prefill(self) -> None:
+        """Run the prompt and take its token."""
         started = time.perf_counter()
         batch_size = len(self.rows)
         draft_cache, lengths = recall(self.forward.cache, self.drafter, batch_size=batch_size)
@@ -139,7 +149,7 @@ class DFlashDecoding:
             self.target,
             self.forward,
             self.rollback,
-            ids=self.sequences.aligned()[:, -CHECKED_TOKENS:],
+            batch_size=batch_size,
             room=self.stop.max_length - self._prompt_length - 1,
         )
         positions, real = self.forward.prompt_positions(features.shape[1])
@@ -157,8 +167,10 @@ class DFlashDecoding:
         self.stats.prefill_seconds = time.perf_counter() - started
         nothing = self.sequences.ids[:, :0]
         self.acceptor(self.rows, logits=outputs.logits[:, -1:], draft=nothing, draft_scores=None)
-        del outputs
         self._let_rows_leave()
+
+    def _decode(self) -> None:
+        """Rounds until all rows have ended."""
         while self._goes_on():
             if not any(self.acceptor.live):  # only to keep other processes company
                 self.rollback.remember()
@@ -211,7 +223,8 @@ class DFlashDecoding:
         nearest = min(lengths) if self.rollback.rows_may_leave else max(lengths)
         budget = min(self.proposer.most, self.stop.max_length - nearest - 1)
         if self.position_limit is not None:
-            budget = min(budget, self.position_limit - max(lengths))
+            used = self.forward.prompt_positions_used + max(lengths) - self._prompt_length
+            budget = min(budget, self.position_limit - used)
         return max(budget, 0)
 
     def _run_target(self, ids: torch.LongTensor, cached: list[int], *, logits: int) -> Any:
@@ -299,8 +312,7 @@ class DFlashDecoding:
             self._replay()
         cached = self._cached()
         if min(cached) < max(cached):
-            total = self.forward.prompt_columns + max(cached)
-            self.rollback.move(offsets=[max(cached) - count for count in cached], total=total)
+            self._run_padding(cached)
         cache = self.forward.cache
         if not all(getattr(cache, "is_linear", [False])):  # a recurrent state alone has no columns
             self.generator.flush()
@@ -311,3 +323,18 @@ class DFlashDecoding:
                 columns=int(cache.get_seq_length()),
             )
             keep(cache, context)
+
+    def _run_padding(self, cached: list[int]) -> None:
+        """Rows that ended early get the states of what plain generation runs: their last token, then padding."""
+        longest = max(cached)
+        lag = longest - min(cached)
+        self.sequences.reserve(lag + 1)
+        for row in self.rows:
+            self.sequences.ids[row, self.sequences.lengths[row] :] = self.stop.pad_token
+        ids = self.sequences.window(self.rows, self._newest(), lag)
+        self._run_target(ids, cached, logits=1)
+        features = self.capture.take(self.generator.device)[:, :1]
+        self.generator.add_context(
+            features, self.forward.new_positions(cached, 1), counts=[int(count < longest) for count in cached]
+        )
+        self.rollback.move(offsets=[longest - count for count in cached], total=self.forward.prompt_columns + longest)

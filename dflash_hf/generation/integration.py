@@ -145,13 +145,19 @@ def _validate(target, generation_mode, generation_config) -> None:
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise UnsupportedGenerationError(
             f"A DFlash drafter works with greedy decoding and sampling, but these options ask for "
-            f"{generation_mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}). Set num_beams=1, or "
-            "generate without assistant_model."
+            f"{generation_mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}). Set num_beams=1 and "
+            "leave other modes out, or generate without assistant_model."
         )
     if generation_config.use_cache is False:
         raise UnsupportedGenerationError(
             "use_cache=False: generation with a DFlash drafter needs the target's key-value cache. Set use_cache=True."
         )
+    for option in ("use_mtp", "assistant_early_exit", "dola_layers"):
+        if getattr(generation_config, option, None):
+            raise UnsupportedGenerationError(
+                f"{option}={getattr(generation_config, option)} is another way of decoding. Leave it out, or generate "
+                "without assistant_model."
+            )
     if generation_config.prompt_lookup_num_tokens is not None:
         raise UnsupportedGenerationError(
             f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens} and assistant_model both propose "

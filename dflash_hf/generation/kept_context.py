@@ -47,9 +47,12 @@ def keep(target_cache: Any, context: KeptContext) -> None:
 
 def recall(target_cache: Any, drafter: DFlashDraftModel, *, batch_size: int) -> tuple[DraftCache | None, list[int]]:
     """Cache and lengths that this drafter left with a target's cache; None if they are not of what it holds now."""
-    kept = getattr(target_cache, _NAME, None)
+    # Taken off the cache: a call that fails in the middle leaves it with tokens that the context does not hold.
+    kept = vars(target_cache).pop(_NAME, None) if target_cache is not None else None
     nothing = None, [0] * batch_size
     if not isinstance(kept, KeptContext) or kept.drafter() is not drafter or len(kept.lengths) != batch_size:
+        return nothing
+    if not kept.cache.fits(drafter.norm.weight):
         return nothing
     # One transfer a call where the cache counts on the device.
     missing = kept.columns - int(target_cache.get_seq_length())

@@ -15,7 +15,7 @@ from ..errors import UnsupportedGenerationError
 from .rollback import Rollback
 from .target_forward import TargetForward
 
-CHECKED_TOKENS = 4
+_CHECKED_TOKENS = 4
 # Relative size of the difference in the logits. Rounding gives 4e-5 and less in fp32, an empty state 6e-3 and more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
@@ -24,24 +24,25 @@ _CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_multi_token_forward(
-    target: nn.Module, forward: TargetForward, rollback: Rollback, *, ids: torch.LongTensor, room: int
+    target: nn.Module, forward: TargetForward, rollback: Rollback, *, batch_size: int, room: int
 ) -> None:
     """Run a few tokens after the prompt at once and one by one, and compare; once for each target.
 
     Args:
         forward: after the prefill; cache and positions are left as they were.
-        ids: `[b, n]` tokens to run.
+        batch_size: b.
         room: tokens that the cache has room for after the prompt.
 
     Raises:
         UnsupportedGenerationError: if the logits differ.
     """
-    count = min(ids.shape[1], room)
+    count = min(_CHECKED_TOKENS, room)
     if not rollback.replays or target in _CHECKED or count < 2:
         return
-    batch_size = ids.shape[0]
+    # Any tokens do; a prompt may have none (embeddings).
+    ids = torch.arange(count, device=forward.input_ids.device).expand(batch_size, -1)
     rollback.remember()
-    at_once = forward.verify(ids[:, :count], [0] * batch_size, logits=count).logits[:, -count:]
+    at_once = forward.verify(ids, [0] * batch_size, logits=count).logits[:, -count:]
     rollback.keep(ran=count, kept=0)
     rollback.remember()
     steps = [forward.verify(ids[:, i : i + 1], [i] * batch_size, logits=1).logits[:, -1:] for i in range(count)]

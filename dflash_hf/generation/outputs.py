@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
@@ -15,10 +15,12 @@ class OutputRecorder:
 
     Args:
         generation_config: says which are wanted.
+        config: the target's, of its text part.
         batch_size: b.
     """
 
-    def __init__(self, generation_config: GenerationConfig, *, batch_size: int):
+    def __init__(self, generation_config: GenerationConfig, *, config: PreTrainedConfig, batch_size: int):
+        self.config = config
         self.wanted = bool(generation_config.return_dict_in_generate)
         self.wants_scores = bool(self.wanted and generation_config.output_scores)
         self.wants_logits = bool(self.wanted and generation_config.output_logits)
@@ -66,13 +68,15 @@ class OutputRecorder:
         """
         if self.hidden_states is not None:
             self.hidden_states += tuple(
-                tuple(layer[:, row : row + 1] for layer in outputs.hidden_states) for row in range(skip, skip + kept)
+                tuple(layer[..., row : row + 1, :] for layer in outputs.hidden_states)
+                for row in range(skip, skip + kept)
             )
         if self.attentions is not None:
+            windows = _windows(self.config, cache, count=len(outputs.attentions))
             self.attentions += tuple(
                 tuple(
-                    None if weights is None else _weights_of_step(weights, row, rows, layer)
-                    for weights, layer in zip(outputs.attentions, cache.layers)
+                    None if weights is None else _weights_of_step(weights, row, rows, window)
+                    for weights, window in zip(outputs.attentions, windows)
                 )
                 for row in range(skip, skip + kept)
             )
@@ -101,11 +105,24 @@ def _steps(rows: list[list[torch.Tensor]]) -> tuple:
     )
 
 
-def _weights_of_step(weights: torch.Tensor, row: int, rows: int, cache_layer: Any) -> torch.Tensor:
+def _windows(config: PreTrainedConfig, cache: Any, *, count: int) -> list[int | None]:
+    """How many keys a step of one token sees at most, for each of `count` attentions that a target returns."""
+    if cache.is_compileable:  # static layers: always all of their columns
+        return [0] * count
+    kinds = [
+        kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind and "linear" not in kind
+    ]
+    if len(kinds) == count:  # hybrids return attention layers only, and layers may share another's cache
+        sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        return [getattr(config, sizes[kind]) if kind in sizes else None for kind in kinds]
+    layers = cache.layers if len(cache.layers) == count else [None] * count
+    return [getattr(layer, "sliding_window", None) for layer in layers]
+
+
+def _weights_of_step(weights: torch.Tensor, row: int, rows: int, window: int | None) -> torch.Tensor:
     """Row `row` of `rows` verified ones `[1, heads, rows, keys]`, with the keys that a step of one token would have."""
     weights = weights[:, :, row : row + 1]
-    if cache_layer.is_compileable:  # a static layer: always all of its columns
+    if window == 0:
         return weights
     end = weights.shape[-1] - rows + row + 1
-    window = getattr(cache_layer, "sliding_window", None) or end
-    return weights[..., max(0, end - window) : end]
+    return weights[..., max(0, end - (window or end)) : end]

@@ -101,11 +101,10 @@ class Proposer:
         else:
             kept = [self._confidences[i] for i in alive if i not in self._copies] if known is not None else None
             count = self.length.count(kept, drafted=width, in_order=in_order, pending=pending)
-        tokens, scores = tokens[:, :count], scores[:, :count]
-        if self._copies and count:
-            tokens, scores = self._mixed(tokens, scores)
         self._proposed = count
-        return tokens, scores if self.generator.do_sample else None
+        tokens = tokens[:, :count]
+        scores = self.generator.over_vocabulary(scores[:, :count]) if self.generator.do_sample else None
+        return self._mixed(tokens, scores) if self._copies and count else (tokens, scores)
 
     def observe(self, rows: list[int], *, kept: list[int], live: list[bool]) -> None:
         """What became of the proposals.
@@ -191,12 +190,14 @@ class Proposer:
         rows = [row + [0] * (count - len(row)) for row in rows]
         return torch.tensor(rows, dtype=torch.long, device=self.sequences.ids.device).view(batch_size, count)
 
-    def _mixed(self, tokens: torch.LongTensor, scores: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+    def _mixed(
+        self, tokens: torch.LongTensor, scores: torch.Tensor | None
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Put copies in the place of drafts; a copy's q is 1 at its token."""
         index = torch.tensor(list(self._copies), device=tokens.device)
         copied = self._of_copies(len(tokens), self._copies, tokens.shape[1])[index]
         tokens = tokens.index_copy(0, index, copied)
-        if self.generator.do_sample:
+        if scores is not None:
             certain = torch.full_like(scores[index], -torch.inf).scatter_(-1, copied[..., None], 0.0)
             scores = scores.index_copy(0, index, certain)
         return tokens, scores

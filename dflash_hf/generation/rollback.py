@@ -44,9 +44,11 @@ class Rollback:
                 "is static, before transformers 5.24. Use the default dynamic cache, or generate without "
                 "assistant_model."
             )
-        for layer in self._croppable:
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
+        self._recording = [
+            layer for layer in self._croppable if hasattr(layer, "record_past") and not layer.record_past
+        ]
+        for layer in self._recording:
+            layer.activate_past_recording()
         # MiniMax keeps its states in the cache itself, beside the layers.
         self._own_state = any(_holds_tensors(value) for name, value in vars(cache).items() if name != "layers")
         self.replays = bool(self._stateful) or self._own_state
@@ -55,6 +57,11 @@ class Rollback:
         self._layers = layers
         self._saved: list[dict[str, Any]] = []
         self._saved_cache: dict[str, Any] = {}
+
+    def finish(self) -> None:
+        """The caller's sliding layers drop again what is behind their window."""
+        for layer in self._recording:
+            layer.record_past = False
 
     def remember(self) -> None:
         """Called before a verification with proposals."""
@@ -85,18 +92,48 @@ class Rollback:
             total: columns afterwards.
             rows: those that stay, as indices into the cache's rows; None for all of them. `offsets` are theirs.
         """
+        picks: dict[tuple, _Pick] = {}  # layers of one kind share their indices
         for layer in self._layers:
-            if type(layer) is StaticLayer:
-                _move_in_place(layer, offsets, total)
-                continue
-            end, held = layer.get_seq_length(), layer.keys.shape[-2]
-            keep = total
+            static = type(layer) is StaticLayer
+            held, keep = layer.keys.shape[-2], total
+            end = held if static else layer.get_seq_length()
             if isinstance(layer, DynamicSlidingWindowLayer):
                 keep = min(total, layer.sliding_window - 1)
+            key = (layer.keys.device, held, keep)
+            if key not in picks:
+                starts = [total - keep + offset - (end - held) for offset in offsets]
+                picks[key] = _Pick(starts, keep, held=held, rows=rows, device=layer.keys.device)
+            pick = picks[key]
+            if static:
+                if any(offsets):
+                    for states in (layer.keys, layer.values):
+                        states[:, :, :total] = pick(states).clone()  # source and destination overlap
+                layer.cumulative_length.fill_(total)
+                continue
+            layer.keys, layer.values = pick(layer.keys), pick(layer.values)
+            if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = total
-            starts = [total - keep + offset - (end - held) for offset in offsets]
-            layer.keys = _columns(layer.keys, starts, keep, rows)
-            layer.values = _columns(layer.values, starts, keep, rows)
+
+
+class _Pick:
+    """Takes `count` columns from `starts[i]` on of each row: `[b, h, n, d]` -> `[len(starts), h, count, d]`."""
+
+    def __init__(self, starts: list[int], count: int, *, held: int, rows: list[int] | None, device: torch.device):
+        self.start = starts[0]
+        self.count = count
+        self.aligned = min(starts) == max(starts) and self.start >= 0 and self.start + count <= held
+        self.rows = None if rows is None else torch.tensor(rows, device=device)
+        if not self.aligned:
+            which = torch.arange(len(starts), device=device) if rows is None else self.rows
+            columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+            self.index = which[:, None], columns.clamp(0, held - 1)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if self.aligned:
+            states = states[:, :, self.start : self.start + self.count]
+            return states if self.rows is None else states[self.rows]
+        rows, columns = self.index
+        return states[rows, :, columns].transpose(1, 2)
 
 
 def _is_empty(layer: Any) -> bool:
@@ -104,26 +141,6 @@ def _is_empty(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer" or (
         isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states") and not layer.is_initialized
     )
-
-
-def _columns(states: torch.Tensor, starts: list[int], count: int, rows: list[int] | None) -> torch.Tensor:
-    """`count` columns from `starts[i]` on of each row: `[b, h, n, d]` -> `[len(starts), h, count, d]`."""
-    held, start = states.shape[-2], starts[0]
-    if min(starts) == max(starts) and start >= 0 and start + count <= held:
-        states = states[:, :, start : start + count]
-        return states if rows is None else states[torch.tensor(rows, device=states.device)]
-    device = states.device
-    columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
-    which = torch.arange(states.shape[0], device=device) if rows is None else torch.tensor(rows, device=device)
-    return states[which[:, None], :, columns.clamp(0, held - 1)].transpose(1, 2)
-
-
-def _move_in_place(layer: StaticLayer, offsets: list[int], total: int) -> None:
-    if any(offsets):
-        for states in (layer.keys, layer.values):
-            # A copy first: source and destination overlap.
-            states[:, :, :total] = _columns(states, offsets, total, None).clone()
-    layer.cumulative_length.fill_(total)
 
 
 def _snapshot(layer: Any) -> dict[str, Any]:

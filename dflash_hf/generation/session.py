@@ -69,6 +69,15 @@ class DFlashSession:
                 f"A session is one conversation without padding, got input_ids of shape {tuple(input_ids.shape)}. Make "
                 "a DFlashSession for each conversation."
             )
+        reserved = {self._key, "assistant_model", "return_dict_in_generate"} & set(options)
+        config = options.get("generation_config", self.target.generation_config)
+        several = options.get("num_return_sequences", config.num_return_sequences) or 1
+        if reserved or several > 1 or options.get("use_cache") is False:
+            raise UnsupportedGenerationError(
+                f"A session sets {sorted(reserved) or 'its cache'} itself and gives one answer a turn, but "
+                f"num_return_sequences is {several}, use_cache {options.get('use_cache')}. Leave these options out, or "
+                "call generate."
+            )
         self._keep_common_prefix(input_ids[0].tolist())
         if self._cache is not None:
             options[self._key] = self._cache

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import GenerationConfig, GenerationMixin
 
 from ..errors import UnsupportedGenerationError
 from ..target import FeatureCapture
+from .compiled import compiled_verification
 
-# transformers 5.24 renamed generate's and forward's `past_key_values` to `cache`.
-_CACHE_NAMES = ("cache", "past_key_values")
+# transformers 5.24 renamed generate's and forward's `past_key_values` (of Mamba: `cache_params`) to `cache`.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_key(target: nn.Module, model_kwargs: dict[str, Any]) -> str:
@@ -57,8 +59,10 @@ class TargetForward:
         generation_config: prepared by `generate`.
         model_kwargs: prepared by `generate`.
         room: tokens after the prompt that positions and mask are laid out for at first; it doubles as needed.
+        position_limit: rows of the target's table of positions, if it has one.
 
     Attributes:
+        prompt_positions_used: with a limit, after the prefill: positions up to the end of the longest prompt.
         rows_may_leave: whether rows may be taken out by `select`: all inputs are known row by row.
     """
 
@@ -71,7 +75,9 @@ class TargetForward:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         room: int,
+        position_limit: int | None = None,
     ):
+        self.position_limit = position_limit
         self.target = target
         self.capture = capture
         self.input_ids = input_ids
@@ -79,11 +85,15 @@ class TargetForward:
         self.model_kwargs = model_kwargs
         self.key = cache_key(target, model_kwargs)
         self._room = room
+        self._takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
         others = [value for name, value in model_kwargs.items() if name not in _PLAIN_INPUTS]
         self.rows_may_leave = not any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
-        own = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+        # Of the instance: PEFT's prompt learning puts its own there.
+        prepare = getattr(target.prepare_inputs_for_generation, "__func__", None)
+        own = prepare is not GenerationMixin.prepare_inputs_for_generation
         compileable = getattr(self.cache, "is_compileable", False)
         self._general = own or compileable or not self.rows_may_leave
+        self._compiled = None
 
     @property
     def prompt_columns(self) -> int:
@@ -110,7 +120,21 @@ class TargetForward:
         if self.cache is None:
             raise no_cache(self.target)
         self._start = {name: self.model_kwargs.get(name) for name in ("position_ids", "attention_mask")}
+        self._mask_is_given = self._start["attention_mask"] is not None
+        rows, has_columns = len(self.input_ids), not all(getattr(self.cache, "is_linear", [False]))
+        if not self._mask_is_given and rows > 1 and self._takes_mask and has_columns:
+            # generate drops a mask of ones, but rows will be padded when their lengths differ.
+            self._start["attention_mask"] = self.input_ids.new_ones((rows, int(self.cache.get_seq_length())))
         self._lay_out()
+        if self.position_limit is not None:  # one transfer a call, for targets with a table of positions
+            self.prompt_positions_used = int(self._drafter_positions[:, self._seen - 1].max()) + 1
+        self._compiled = compiled_verification(
+            self.target,
+            self.capture,
+            cache=self.cache,
+            generation_config=self.generation_config,
+            model_kwargs=self.model_kwargs,
+        )
         return outputs
 
     def _lay_out(self) -> None:
@@ -118,6 +142,8 @@ class TargetForward:
         ahead = torch.arange(self._room + 1, device=device)
         position_ids, mask = self._start["position_ids"], self._start["attention_mask"]
         self._positions = None if position_ids is None else position_ids[..., -1:] + 1 + ahead
+        if self._positions is not None and self.position_limit is not None:
+            self._positions = self._positions.clamp(max=self.position_limit - 1)  # of tokens that no row keeps
         if position_ids is not None and position_ids.dim() == 2:
             seen = position_ids
         else:  # a target that counts itself, or has several positions a token: count real tokens
@@ -133,6 +159,11 @@ class TargetForward:
 
     def prompt_positions(self, count: int) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
         """Positions `[b, count]` of the last `count` prompt tokens, and which of them are real (None: all)."""
+        if count > self._seen:
+            raise UnsupportedGenerationError(
+                f"The target ran on {count} positions for {self._seen} tokens: it adds virtual tokens (prompt tuning), "
+                "which have no place in the drafter's context. Generate without assistant_model."
+            )
         positions = self._drafter_positions[:, self._seen - count : self._seen]
         if self._mask is None:
             return positions, None
@@ -153,12 +184,12 @@ class TargetForward:
         values = values.expand(*values.shape[:-2], len(starts), values.shape[-1])
         return values.gather(-1, columns.expand(*values.shape[:-1], count))
 
-    def _mask_of_rows(self, starts: list[int], count: int) -> torch.Tensor:
-        """Mask `[n, m]`: what is in the cache, padded on the left, and `count` tokens after it."""
+    def _mask_of_rows(self, starts: list[int], count: int) -> torch.Tensor | None:
+        """Mask `[n, m]` (None: all ones): what is in the cache, padded on the left, and `count` tokens after it."""
         longest = max(starts)
         total = self._masked + longest + count
         if min(starts) == longest:
-            return self._mask[:, :total]
+            return self._mask[:, :total] if self._mask_is_given else None
         shift = torch.tensor([longest - start for start in starts], device=self._mask.device)[:, None]
         columns = torch.arange(total, device=self._mask.device) - shift
         return self._mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0)
@@ -184,6 +215,10 @@ class TargetForward:
         Returns:
             the model's outputs; logits `[n, logits, V]` (or of more positions, the last ones being these).
         """
+        real, rows = ids.shape[1], None
+        if self._compiled is not None:
+            rows = self._compiled.rows(real, generated=max(starts))
+            ids = ids if rows is None else functional.pad(ids, (0, rows - real))
         count = ids.shape[1]
         while max(starts) + count > self._room:
             self._room *= 2
@@ -201,7 +236,9 @@ class TargetForward:
             inputs["input_ids"] = ids
             inputs.pop("inputs_embeds", None)
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = logits
+            inputs["logits_to_keep"] = logits if rows is None else rows
+        if rows is not None:
+            return self._compiled(inputs, count=real)
         with self.capture.recording():
             return self.target(**inputs, return_dict=True)
 

@@ -93,6 +93,7 @@ def export_drafter(
     exported = DFlashDraftModel(DFlashConfig(**FAMILIES[family].read_config(written, state))).to(drafter.dtype)
     exported.load_state_dict(state)
     exported.generation_config = drafter.generation_config
+    exported.frequent_token_ids = drafter.frequent_token_ids
     report = ExportReport(source_family=config.family, family=family, output=output, dropped=dropped)
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-"))

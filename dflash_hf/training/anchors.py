@@ -1,7 +1,8 @@
-"""Anchors, labels and loss weights of training blocks; pure functions on one example.
+"""Anchors, labels and loss weights of training blocks; pure functions on one row.
 
 An anchor is the position of the newest known token of a block; slot k of the block (k = 1..B-1) predicts the token at
-anchor + k.
+anchor + k. Drafters that sample from the anchor are shifted by one: slot 0 proposes too, and slot k predicts the token
+at anchor + k + 1. `first_slot`, 1 or 0, says which it is.
 """
 
 from __future__ import annotations
@@ -83,42 +84,49 @@ def block_labels(
     keep: torch.Tensor,
     block_size: int,
     document_ids: torch.Tensor | None = None,
+    first_slot: int = 1,
+    contiguous_prefix: bool = False,
 ) -> torch.Tensor:
     """Labels of every slot.
 
-    Slot 0, padding blocks, unsupervised tokens, tokens past the end and tokens of another document get `IGNORE`; an
-    unsupervised token drops only its own slot.
+    Slots before `first_slot`, padding blocks, unsupervised tokens, tokens past the end and tokens of another document
+    get `IGNORE`; an unsupervised token drops only its own slot, unless `contiguous_prefix`.
 
     Args:
         input_ids, loss_mask: `[T]`.
         anchors, keep: `[N]`.
         block_size: B.
         document_ids: `[T]`, for packed rows.
+        first_slot: the first slot that predicts.
+        contiguous_prefix: supervise a block up to its first unsupervised token only.
 
     Returns:
         int64 `[N, B]`.
     """
     length = len(input_ids)
-    positions = anchors[:, None] + torch.arange(block_size)[None, :]
+    positions = anchors[:, None] + torch.arange(1 - first_slot, 1 - first_slot + block_size)[None, :]
     inside = positions.clamp(max=length - 1)
     wanted = keep[:, None] & (positions < length) & loss_mask.bool()[inside]
-    wanted[:, 0] = False
+    wanted[:, :first_slot] = False
     if document_ids is not None:
         wanted &= document_ids[inside] == document_ids[anchors][:, None]
+    if contiguous_prefix:
+        wanted[:, first_slot:] = wanted[:, first_slot:].long().cumprod(dim=1).bool()
     return torch.where(wanted, input_ids[inside], IGNORE)
 
 
-def slot_weights(*, labels: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Loss weights `exp(-(k - 1) / gamma)` of slots k >= 1 that have a label, else 0.
+def slot_weights(*, labels: torch.Tensor, gamma: float, first_slot: int = 1) -> torch.Tensor:
+    """Loss weights `exp(-(k - first_slot) / gamma)` of slots k that have a label, else 0.
 
     Source: DFlash (arXiv 2602.06036), position-decayed cross-entropy.
 
     Args:
         labels: `[..., B]`.
-        gamma: decay constant, in slots.
+        gamma: decay constant, in slots; infinite for equal weights.
+        first_slot: the first slot that predicts.
 
     Returns:
         fp32 `[..., B]`, on the labels' device.
     """
     slots = torch.arange(labels.shape[-1], dtype=torch.float32, device=labels.device)
-    return torch.exp(-(slots - 1) / gamma) * (labels != IGNORE)
+    return torch.exp(-(slots - first_slot) / gamma) * (labels != IGNORE)

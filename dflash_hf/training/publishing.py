@@ -20,6 +20,7 @@ from ..model_card import (
     write_text,
 )
 from ..publishing import EARLIER_WEIGHTS, commit_folder, remote_card
+from .lora import base_drafter
 
 logger = logging.get_logger(__name__)
 
@@ -58,9 +59,10 @@ class PublishesDrafter:
         path = Path(self.args.output_dir) / "README.md"
         if not self.is_world_process_zero() or (path.exists() and not is_untouched(path.read_text(encoding="utf-8"))):
             return
-        drafter = self.accelerator.unwrap_model(self.model)
+        drafter = base_drafter(self.accelerator.unwrap_model(self.model))
         datasets = [dataset] if isinstance(dataset, str) else dataset or []
         args = self.args
+        unit = "packed rows" if args.packing else "examples"
         card = fill_card(
             data=card_data(
                 name=self.hub_model_id or model_name or Path(args.output_dir).name,
@@ -72,13 +74,14 @@ class PublishesDrafter:
             ),
             config=drafter.config,
             num_parameters=drafter.num_parameters(),
+            frequent_tokens=drafter.num_frequent_tokens,
             dtype=str(drafter.dtype).removeprefix("torch."),
             training={
-                "data": ", ".join([*map(_public_name, datasets), f"{len(self.train_dataset)} examples"]),
+                "data": ", ".join([*map(_public_name, datasets), f"{len(self.train_dataset.examples)} examples"]),
                 "command": command,
                 "description": (
                     f"{self.state.global_step} updates of {args.train_batch_size * args.gradient_accumulation_steps} "
-                    f"examples a process on {args.world_size} process(es), up to {args.num_anchors} blocks an example, "
+                    f"{unit} a process on {args.world_size} process(es), up to {args.num_anchors} blocks an example, "
                     f"{args.optimizer}, learning rate {args.learning_rate:g}, seed {args.seed}."
                 ),
                 "curve": training_curve(self.state.log_history),

@@ -20,12 +20,8 @@ def require_trainable(config: DFlashConfig) -> None:
         missing = "a loss for the Markov head"
     elif config.gru_hidden_dim is not None:
         missing = "a loss for the GRU that corrects the logits"
-    elif config.sample_from_anchor:
-        missing = "labels one position further on, for slot 0 proposes too (sample_from_anchor)"
     elif config.own_embedding or config.own_head:
         missing = "blocks and logits from the drafter's own embedding and head"
-    elif config.window_rule == "anchor":
-        missing = "a sliding window that counts from the anchor (window_rule)"
     if missing is not None:
         raise DFlashError(
             f"DFlashTrainer cannot train this {FAMILIES[config.family].TITLE} drafter: it has no {missing}. It trains "

@@ -19,7 +19,7 @@ PREFIXES = ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators")
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith(PREFIXES))
 WALKS = [
     name for name in CASES if name.startswith(("dflash2", "domino", "dspark", "speculators_dflash2", "deepspec_ds"))
-]
+] + ["deepspec_gemma4_markov"]
 
 
 def load(case, **kwargs) -> DFlashDraftModel:

@@ -17,7 +17,7 @@ PREFIXES = ("deepspec", "dflash2", "domino", "dspark", "muse", "speculators")
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith(PREFIXES))
 # One case a family.
 EACH = ["zlab_swa_mixed", "dflash2_muse_like", "domino_shifted", "dspark_rnn", "deepspec_dspark_markov"]
-EACH += ["muse_assistant_mixed", "speculators_dflash_selfcontained", "speculators_dflash2"]
+EACH += ["deepspec_gemma4_block7", "muse_assistant_mixed", "speculators_dflash_selfcontained", "speculators_dflash2"]
 
 
 def config_on_disk(folder) -> dict:
@@ -158,11 +158,12 @@ def test_another_layout_says_the_same_or_refuses(name, family):
         assert family != config.family
         return
     tables = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_head}
+    tables["layers.0.layer_scalar"] = config.layer_scalars
     again = DFlashConfig(**read_config(on_disk, [tensor for tensor, owned in tables.items() if owned]))
     assert again.family == family
     expected, found = facts(config), facts(again)
     bookkeeping = {"family", "num_target_layers", "vocab_size", "target_name_or_path"}
-    if config.own_embedding:  # its own rows are never scaled
+    if config.own_embedding and config.decoder_type == "qwen3":  # its own rows are not scaled
         bookkeeping.add("input_embedding_scale")
     if "sliding_attention" not in config.layer_types:  # unset and False mean the same on full layers
         expected["is_causal"], found["is_causal"] = bool(expected["is_causal"]), bool(found["is_causal"])

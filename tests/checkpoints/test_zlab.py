@@ -487,7 +487,7 @@ def test_a_projector_type_is_named(tmp_path, projector, word, where):
         DFlashDraftModel.from_pretrained(edited_copy(tmp_path, config=edit))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma4DSparkModel", None])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma4ForCausalLM", None])
 def test_an_unsupported_architecture_is_named(tmp_path, architecture):
     """Including the common mistake of passing the target's own folder."""
     folder = edited_copy(tmp_path, config=lambda c: c.update(architectures=architecture and [architecture]))

@@ -8,6 +8,7 @@ import transformers
 from conftest import in_whole_blocks, tiny_drafter, tiny_target
 from packaging.version import Version
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import logits_process as hf
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel
 
@@ -80,6 +81,29 @@ def propose(monkeypatch, text: torch.LongTensor, *, wrong=lambda position: posit
         return logits
 
     monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
+
+
+# What `generate` is asked for, and the processors that it makes of it, for tests of sampled distributions.
+SAMPLING_SETTINGS = {
+    "temperature": ({"temperature": 1.4}, [lambda: hf.TemperatureLogitsWarper(1.4)]),
+    "top_k": (
+        {"temperature": 1.3, "top_k": 5},
+        [lambda: hf.TemperatureLogitsWarper(1.3), lambda: hf.TopKLogitsWarper(5)],
+    ),
+    "top_p": (
+        {"temperature": 1.2, "top_p": 0.85},
+        [lambda: hf.TemperatureLogitsWarper(1.2), lambda: hf.TopPLogitsWarper(0.85)],
+    ),
+    "repetition_penalty": (
+        {"temperature": 1.2, "repetition_penalty": 1.7},
+        [lambda: hf.RepetitionPenaltyLogitsProcessor(1.7), lambda: hf.TemperatureLogitsWarper(1.2)],
+    ),
+}  # fmt: skip
+
+
+def slow(*values):
+    """Parameters of a test that only `pytest -m slow` runs."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class PutRecorder:

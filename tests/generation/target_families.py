@@ -29,6 +29,11 @@ FAMILIES = {
     "gemma": {**COMMON, "head_dim": 8},
     "gemma2": {**COMMON, "head_dim": 8, "sliding_window": 6, "layer_types": SLIDING, "query_pre_attn_scalar": 8},
     "gemma3_text": {**COMMON, "head_dim": 8, "sliding_window": 6, "layer_types": SLIDING, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        **COMMON, "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "layer_types": SLIDING,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
     "gpt2": dict(
         vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64, initializer_range=0.2, bos_token_id=1,
         eos_token_id=None, pad_token_id=0,

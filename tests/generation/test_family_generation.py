@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import in_whole_blocks, tiny_drafter, tiny_target
 from generation_helpers import assert_same_ids, assisted, plain, propose
+from target_families import family_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from dflash_hf import DFlashDraftModel
@@ -19,6 +20,14 @@ FAMILIES = {
     "zlab": {},
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5} | SLIDING,
     "deepspec": {"sample_from_anchor": True, "own_embedding": True, "own_head": True},
+    "deepspec_gemma4": {"sample_from_anchor": True, "own_embedding": True, "own_head": True, "decoder_type": "gemma4"}
+    | {
+        "attention_k_eq_v": True,
+        "layer_scalars": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "input_embedding_scale": 32**0.5,
+    }
+    | {"markov_rank": 6, "markov_head_type": "vanilla", "final_logit_softcapping": 5.0},
     "speculators_wider": {"sample_from_anchor": True, "own_embedding": True, "own_head": True, "hidden_size": 48},
     "dspark_vanilla": {"markov_rank": 6, "markov_head_type": "vanilla", "confidence_head": True},
     "dspark_gated": {"markov_rank": 6, "markov_head_type": "gated"},
@@ -37,12 +46,12 @@ FAMILIES = {
     }
     | SLIDING,
 }
-WALKING = ["dflash2", "dspark_vanilla", "dspark_rnn", "domino", "speculators_trimmed_dspark"]
+WALKING = ["dflash2", "deepspec_gemma4", "dspark_vanilla", "dspark_rnn", "domino", "speculators_trimmed_dspark"]
 
 
-def drafter_of(target, name: str, *, seed: int = 2, block_size: int = 6) -> DFlashDraftModel:
+def drafter_of(target, name: str, *, seed: int = 2, block_size: int = 6, **more) -> DFlashDraftModel:
     """A random drafter of that family, at a scale where its corrections matter."""
-    config = tiny_drafter(target, seed=seed, block_size=block_size).config
+    config = tiny_drafter(target, seed=seed, block_size=block_size, **more).config
     for field, value in FAMILIES[name].items():
         setattr(config, field, value)
     config.family = FAMILIES[name].get("family") or config._family_of_fields()
@@ -75,6 +84,24 @@ def test_greedy_text_is_the_target_s_own(tiny, name):
     most = drafter.config.block_size - (0 if drafter.config.sample_from_anchor else 1)
     assert max(stats.proposed) == most
     assert_same_ids(tiny, drafter, ids, max_new_tokens=30, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("markov_rank", [None, 6])
+def test_a_gemma_4_drafter_on_gemma_4(monkeypatch, markov_rank):
+    """Text of a tiny Gemma 4 with sliding and global layers; right drafts are accepted whole."""
+    target = family_target("gemma4_text")
+    drafter = drafter_of(target, "deepspec_gemma4", target_layer_ids=[0, 2])
+    config = drafter.config
+    if markov_rank is None:
+        config.markov_rank = config.markov_head_type = drafter.markov_head = None
+    ids = torch.arange(5, 17)[None]
+    expected = assert_same_ids(target, drafter, ids, max_new_tokens=40)
+    mask = torch.tensor([[1] * 12, [0] * 4 + [1] * 8])
+    batch = torch.cat([ids, ids.flip(1)]) * mask
+    assert_same_ids(target, drafter, batch, attention_mask=mask, max_new_tokens=20)
+    propose(monkeypatch, expected, wrong=lambda position: False)
+    assert_same_ids(target, drafter, ids, max_new_tokens=40)
+    assert max(drafter.last_generation_stats.produced) == config.block_size + 1
 
 
 @pytest.mark.parametrize("name", ["dflash2", "deepspec", "dspark_rnn", "domino", "speculators_trimmed_dspark"])

@@ -7,9 +7,8 @@ import itertools
 
 import pytest
 import torch
-from generation_helpers import CACHE_NAME, drafter_for, prompt, small_target
+from generation_helpers import CACHE_NAME, SAMPLING_SETTINGS, drafter_for, prompt, small_target
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from dflash_hf.generation import acceptance, acceptor, candidate_generator, decoding
@@ -18,21 +17,7 @@ VOCAB = 16
 LEVEL = 0.001
 DRAWS = 4000
 FEWER_DRAWS = 1200  # where this many are enough
-SETTINGS = {
-    "temperature": ({"temperature": 1.4}, [lambda: hf.TemperatureLogitsWarper(1.4)]),
-    "top_k": (
-        {"temperature": 1.3, "top_k": 5},
-        [lambda: hf.TemperatureLogitsWarper(1.3), lambda: hf.TopKLogitsWarper(5)],
-    ),
-    "top_p": (
-        {"temperature": 1.2, "top_p": 0.85},
-        [lambda: hf.TemperatureLogitsWarper(1.2), lambda: hf.TopPLogitsWarper(0.85)],
-    ),
-    "repetition_penalty": (
-        {"temperature": 1.2, "repetition_penalty": 1.7},
-        [lambda: hf.RepetitionPenaltyLogitsProcessor(1.7), lambda: hf.TemperatureLogitsWarper(1.2)],
-    ),
-}  # fmt: skip
+SETTINGS = SAMPLING_SETTINGS
 
 
 def chi_square_p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -237,7 +222,7 @@ def test_a_drafter_that_equals_the_target_is_always_accepted(pair, monkeypatch):
 
     def propose(self, prefixes, num_tokens):
         real(self, prefixes, num_tokens)  # for its bookkeeping
-        rows, (input_ids,) = [], prefixes
+        (input_ids,), rows = prefixes, []
         for _ in range(num_tokens):
             with torch.no_grad():
                 rows.append(target(input_ids).logits[:, -1])

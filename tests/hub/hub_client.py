@@ -55,10 +55,11 @@ def drafter_of(seed: int):
     return tiny_drafter(tiny_target(), seed=seed)
 
 
-def push(repo_id: str, *, seed: int, token: str | None = TOKEN, own_card: bool = False, **options):
+def push(repo_id: str, *, seed: int, token: str | None = TOKEN, own_card: bool = False, index=None, **options):
     """Push the drafter of that seed; its fingerprint and the warnings."""
     drafter = drafter_of(seed)
     drafter.config.target_name_or_path = "someone/target"
+    drafter.frequent_token_ids = index
     if own_card:
         drafter.config.enable_thinking = False
         data = card_data(name=repo_id, base_model="someone/target", license="mit")
@@ -83,6 +84,12 @@ def save_and_push(folder: Path, repo_id: str, *, seed: int, **options):
 def load(repo_id: str, **options):
     """Fingerprint of a drafter from the Hub."""
     return fingerprint(DFlashDraftModel.from_pretrained(repo_id, **options))
+
+
+def index_of(repo_id: str, **options) -> list[int] | None:
+    """The index of frequent tokens of a drafter from the Hub."""
+    index = DFlashDraftModel.from_pretrained(repo_id, **options).frequent_token_ids
+    return None if index is None else index.tolist()
 
 
 def load_offline(repo_id: str, **options):

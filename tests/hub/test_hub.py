@@ -58,6 +58,17 @@ def test_push_then_load_by_name_and_generate(hub, user, tmp_path):
     assert not any(token for method, url, _, token in hub.requests if url.startswith("/cdn/"))
 
 
+def test_the_index_of_frequent_tokens_goes_with_the_weights(hub, user, tmp_path):
+    """Pushed, named on the card, loaded, and gone when the next push has none."""
+    user(client.push, "me/indexed", seed=1, index=[9, 4, 30])
+    assert user(client.index_of, "me/indexed", cache_dir=tmp_path) == [9, 4, 30]
+    assert user(client.index_of, "me/indexed", cache_dir=tmp_path, local_files_only=True) == [9, 4, 30]
+    assert b"the 3 most frequent tokens" in hub.files("me/indexed")["README.md"]
+    user(client.push, "me/indexed", seed=1)
+    assert "frequent_tokens.json" not in hub.files("me/indexed")
+    assert user(client.index_of, "me/indexed", cache_dir=tmp_path) is None
+
+
 def test_the_card_that_a_push_writes(hub, user):
     user(client.push, "me/carded", seed=1, tags=["math"])
     text = hub.files("me/carded")["README.md"].decode()

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from training_helpers import make_trainer, rows, tiny_drafter, tiny_target, weights_of
 from transformers import TrainerCallback
+
+from dflash_hf.training.lora import adapted
 
 
 class Snapshots(TrainerCallback):
@@ -29,10 +32,13 @@ def rare_rows():
     return Dataset.from_dict({"input_ids": ids, "loss_mask": [[0, 0] + [1] * (len(row) - 2) for row in ids]})
 
 
-def run(folder, batch_size, **more):
+def run(folder, batch_size, peft_config=None, **more):
     """A run of two epochs with SGD; returns steps' weights, the (epoch, index) pairs of this rank, and metrics."""
     target = tiny_target()
     drafter = tiny_drafter(target)
+    if peft_config is not None:
+        torch.manual_seed(0)  # the adapter's first weights
+        drafter = adapted(drafter, peft_config)
     spy = Snapshots()
     trainer = make_trainer(
         folder,
@@ -51,7 +57,8 @@ def run(folder, batch_size, **more):
                 max_grad_norm=0.0,
                 lr_scheduler_type="constant",
                 num_anchors=12,
-                logging_strategy="epoch",
+                logging_strategy="steps",
+                logging_steps=1,
             ),
             **more,
         },
@@ -59,22 +66,30 @@ def run(folder, batch_size, **more):
     seen, inner = [], trainer.data_collator
 
     def collator(examples):
-        seen.extend((example["epoch"], example["index"]) for example in examples)
+        rows = [row if isinstance(row, list) else [row] for row in examples]
+        seen.extend((example["epoch"], example["index"]) for row in rows for example in row)
         return inner(examples)
 
-    collator.gamma = inner.gamma
     trainer.data_collator = collator
     metrics = {key: value for key, value in trainer.evaluate().items() if "accuracy" in key or "loss" in key}
     metrics["eval_block_acceptance_length"] = trainer.state.log_history[-1]["eval_block_acceptance_length"]
     seen.clear()
     trainer.train()
-    log = [(entry["loss"], entry["slot_accuracy"]) for entry in trainer.state.log_history if "loss" in entry]
+    keys = ("loss", "slot_accuracy", "slot_accuracy_1", "block_acceptance_length")
+    log = [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]
     return {"weights": spy.weights, "seen": seen, "metrics": metrics, "log": log}
 
 
 def everything(folder, batch_size):
-    """Both cases of the test."""
+    """All cases of the test."""
+    packed = dict(train=rows([6, 28, 9, 23, 12, 30, 15, 20, 8, 33]), packing=True, max_length=60)
     return {
+        "packed, kl, dpace": run(
+            folder / "packed", batch_size // 2, **packed, objective="target_kl", loss_weighting="dpace"
+        ),
+        "lora, argmax": run(
+            folder / "lora", batch_size, peft_config=LoraConfig(r=4), objective="target_argmax", contiguous_prefix=True
+        ),
         "plain": run(folder / "plain", batch_size),
         "rare": run(folder / "rare", batch_size // 2, train=rare_rows(), loss_vocab_size=2, loss_vocab_negatives=97),
     }

@@ -5,9 +5,9 @@ import torch
 from datasets import Dataset
 from training_helpers import rows
 
-from dflash_hf import DFlashDataCollator
+from dflash_hf import DFlashDataCollator, frequent_tokens
 from dflash_hf.training.anchors import block_labels, example_generator, sample_anchors
-from dflash_hf.training.collator import DrafterDataset, frequent_tokens
+from dflash_hf.training.collator import DrafterDataset
 
 
 def collator(**more):
@@ -92,13 +92,13 @@ def test_frequent_tokens_equal_a_count(count):
         {"input_ids": [[9, 9, 9, 5, 7, 7], [4, 5, 7, 8, 8, 6]], "loss_mask": [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]}
     )
     # counts: 7 three times, 5 and 8 twice, 6 once
-    assert frequent_tokens(data, count).tolist() == [7, 5, 8, 6][:count]
+    assert frequent_tokens(data, size=count).tolist() == [7, 5, 8, 6][:count]
 
 
 def test_rare_labels_lose_their_weight_but_not_their_label():
     """With `frequent`, weights outside are 0 and the rows inactive; labels stay, since evaluation counts them."""
     data = DrafterDataset(rows([30, 20]))
-    frequent = frequent_tokens(data.examples, 10)
+    frequent = frequent_tokens(data.examples, size=10)
     examples = [data[0], data[1]]
     plain, part = collator()(examples), collator(frequent=frequent, negatives=5, vocab_size=97)(examples)
     assert torch.equal(plain["labels"], part["labels"])

@@ -10,6 +10,7 @@ import distributed_worker
 import pytest
 import torch
 
+CASES = ["plain", "rare", "packed, kl, dpace", "lora, argmax"]
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
 
@@ -50,14 +51,14 @@ def assert_close(first, second, case):
         assert (first[name] - second[name]).norm() <= 1e-5 * first[name].norm(), (case, name)
 
 
-@pytest.mark.parametrize("case", ["plain", "rare"])
+@pytest.mark.parametrize("case", CASES)
 def test_first_update_equals_that_of_one_process(results, case):
     """The weight sum is taken over all ranks; in case "rare" a rank may have no label and still takes part."""
     single, ranks = results
     assert_close(single[case]["weights"][0], ranks[0][case]["weights"][0], case)
 
 
-@pytest.mark.parametrize("case", ["plain", "rare"])
+@pytest.mark.parametrize("case", CASES)
 def test_ranks_end_with_equal_weights(results, case):
     """No rank skips a step or steps on its own gradient."""
     _, ranks = results
@@ -73,18 +74,20 @@ def test_every_rank_draws_anew_in_every_epoch(results):
     assert seen == [(epoch, index) for epoch in range(2) for index in range(4)]
 
 
-@pytest.mark.parametrize("case", ["plain", "rare"])
+@pytest.mark.parametrize("case", CASES)
 def test_the_whole_run_equals_that_of_one_process(results, case):
     """All updates, so also the blocks of the second epoch."""
     single, ranks = results
     assert_close(single[case]["weights"][-1], ranks[0][case]["weights"][-1], case)
 
 
-def test_logged_loss_and_accuracy_equal_those_of_one_process(results):
-    """`loss` and `slot_accuracy` are of all ranks' slots."""
+@pytest.mark.parametrize("case", CASES)
+def test_logged_curve_equals_that_of_one_process(results, case):
+    """`loss`, `slot_accuracy` and `block_acceptance_length` of every step are of all ranks' slots."""
     single, ranks = results
-    (first, *_), (other, *_) = single["plain"]["log"], ranks[0]["plain"]["log"]
-    assert other == pytest.approx(first, rel=1e-4)
+    assert len(single[case]["log"]) == len(ranks[0][case]["log"]) >= 2
+    for entry, other in zip(single[case]["log"], ranks[0][case]["log"]):
+        assert other == pytest.approx(entry, rel=1e-5)
 
 
 def test_evaluation_equals_that_of_one_process(results):

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -470,7 +471,7 @@ def test_training_logs_accuracy_since_the_last_log(tmp_path):
     trainer.train()
     logs = [entry for entry in spy.logs if "loss" in entry]
     assert len(logs) == 2 and all(0 <= entry["slot_accuracy"] <= 1 for entry in logs)
-    assert trainer._row_count == 0
+    assert trainer.counts.sums.eq(0).all()
 
 
 def epochs_seen(tmp_path, **more):
@@ -490,7 +491,6 @@ def epochs_seen(tmp_path, **more):
             file.writelines(f"{example['epoch']} {example['index']}\n" for example in examples)
         return inner(examples)
 
-    collator.gamma = inner.gamma
     trainer.data_collator = collator
     trainer.train()
     return [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
@@ -599,3 +599,17 @@ def test_trainer_leaves_no_hook_on_the_target(tmp_path):
     trainer.evaluate()
     for module in trainer.target_model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_the_index_of_frequent_tokens_is_counted_and_saved(tmp_path):
+    """frequent_tokens=: the most frequent of the training responses, with the drafter in the output folder."""
+    data = rows()
+    trainer = make_trainer(tmp_path, train=data, frequent_tokens=6)
+    trainer.save_model()
+    counts = Counter(
+        token for ids, mask in zip(data["input_ids"], data["loss_mask"]) for token, on in zip(ids, mask) if on
+    )
+    saved = DFlashDraftModel.from_pretrained(tmp_path).frequent_token_ids.tolist()
+    assert len(saved) == 6
+    assert [counts[token] for token in saved] == sorted(counts.values(), reverse=True)[:6]
+    assert collate(trainer).get("loss_token_ids") is None  # the loss still covers the whole vocabulary

@@ -30,7 +30,17 @@ def trainer_of(case: str, tmp_path, **changes) -> DFlashTrainer:
     return DFlashTrainer(model=drafter, target_model=target, args=args, train_dataset=rows())
 
 
-@pytest.mark.parametrize("case", ["zlab_swa_mixed", "speculators_dflash_full", "muse_assistant"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "zlab_swa_mixed",
+        "speculators_dflash_full",
+        "speculators_dflash_swa_causal",
+        "speculators_dflash_swa_noncausal",
+        "speculators_sample_from_anchor",
+        "muse_assistant",
+    ],
+)
 def test_training_goes_on_and_is_saved_in_the_same_family(case, tmp_path):
     """The weights move, a checkpoint resumes exactly, and the final folder is of the family that it came from."""
     trainer = trainer_of(case, tmp_path)
@@ -55,10 +65,8 @@ def test_training_goes_on_and_is_saved_in_the_same_family(case, tmp_path):
         ("dflash2_qwen_like", "DFlash 2", "candidate selector"),
         ("domino_like", "Domino", "GRU"),
         ("dspark_gated", "SpecForge DSpark", "Markov head"),
-        ("deepspec_block7", "DeepSpec", "slot 0"),
-        ("speculators_sample_from_anchor", "speculators", "slot 0"),
+        ("deepspec_block7", "DeepSpec", "own embedding and head"),
         ("speculators_dflash_trimmed", "speculators", "own embedding and head"),
-        ("speculators_dflash_swa_causal", "speculators", "window_rule"),
     ],
 )
 def test_what_the_trainer_does_not_compute_is_refused(case, family, missing, tmp_path):

@@ -14,8 +14,15 @@ UNEVEN = (9, 31, 14, 22, 12, 27, 18, 25)  # example lengths; every other one nee
 
 
 def tiny_drafter(target, **more):
-    """A random drafter with taps 0 and 2, input scale 1."""
-    return conftest.tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+    """A random drafter with taps 0 and 2, input scale 1; `more` may name the conventions of other families."""
+    conventions = {name: more.pop(name) for name in ("sample_from_anchor", "window_rule") if name in more}
+    drafter = conftest.tiny_drafter(target, **{"target_layer_ids": [0, 2], **more})
+    if conventions:
+        for name, value in conventions.items():
+            setattr(drafter.config, name, value)
+        torch.manual_seed(1)
+        drafter = type(drafter)(drafter.config).eval()
+    return drafter
 
 
 def rows(lengths=UNEVEN, *, prompt=4, vocab=97, seed=0, holes=False):
@@ -50,7 +57,16 @@ def arguments(folder, **more):
 
 
 def make_trainer(
-    folder, *, train=None, evaluation=None, target=None, drafter=None, optimizers=(None, None), callbacks=None, **more
+    folder,
+    *,
+    train=None,
+    evaluation=None,
+    target=None,
+    drafter=None,
+    optimizers=(None, None),
+    callbacks=None,
+    peft_config=None,
+    **more,
 ):
     """A trainer of a tiny drafter on `rows()`."""
     target = tiny_target() if target is None else target
@@ -63,6 +79,7 @@ def make_trainer(
         eval_dataset=evaluation,
         optimizers=optimizers,
         callbacks=callbacks,
+        peft_config=peft_config,
     )
 
 
@@ -77,28 +94,45 @@ def weights_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def reference_blocks(trainer, batch):
+def first_slot(config):
+    """The slot that proposes the token after the anchor."""
+    return 0 if config.sample_from_anchor else 1
+
+
+def documents_of(batch, row):
+    """(first place, token ids) of each example in a row, packed or not."""
+    length = int(batch["attention_mask"][row].sum())
+    numbers = batch["document_ids"][row, :length] if "document_ids" in batch else torch.zeros(length, dtype=torch.long)
+    for number in numbers.unique().tolist():
+        places = (numbers == number).nonzero().flatten()
+        yield int(places[0]), batch["input_ids"][row, places]
+
+
+def reference_blocks(trainer, batch, with_target=False):
     """Full-vocabulary logits of each kept block, one example and one block at a time, without any training mask.
 
-    Yields (row, block number, logits [B, V], labels [B]). The features are the target's own hidden_states of the
-    unpadded example; the drafter runs on the prefix before the anchor, without cache.
+    Yields (row, block number, logits [B, V], labels [B]), and with `with_target` the target's logits [B, V] for the
+    tokens that the slots predict. The features are the target's own hidden_states of the example alone; the drafter
+    runs on the prefix before the anchor, without cache.
     """
     target, drafter = trainer.target_model, trainer.model
     config = drafter.config
     for row in range(len(batch["input_ids"])):
-        length = int(batch["attention_mask"][row].sum())
-        ids = batch["input_ids"][row, :length]
-        with torch.no_grad():
-            states = target(input_ids=ids[None], output_hidden_states=True).hidden_states
-        # taps below the last layer only, where hidden_states[i + 1] is the raw output of layer i
-        features = torch.cat([states[tap + 1] for tap in config.target_layer_ids], dim=-1)
-        for number, (anchor, keep) in enumerate(zip(batch["anchors"][row].tolist(), batch["keep"][row].tolist())):
-            if not keep:
-                continue
-            noise_ids = torch.tensor([int(ids[anchor])] + [config.mask_token_id] * (config.block_size - 1))
-            noise = target.get_input_embeddings().weight[noise_ids][None] * (config.input_embedding_scale or 1.0)
-            hidden = drafter(noise_embeds=noise, context_hidden_states=features[:, :anchor]).last_hidden_state[0]
-            yield row, number, hidden @ target.get_output_embeddings().weight.T, batch["labels"][row, number]
+        for start, ids in documents_of(batch, row):
+            with torch.no_grad():
+                output = target(input_ids=ids[None], output_hidden_states=True)
+            # taps below the last layer only, where hidden_states[i + 1] is the raw output of layer i
+            features = torch.cat([output.hidden_states[tap + 1] for tap in config.target_layer_ids], dim=-1)
+            for number, (place, keep) in enumerate(zip(batch["anchors"][row].tolist(), batch["keep"][row].tolist())):
+                anchor = place - start
+                if not keep or not 0 <= anchor < len(ids):
+                    continue
+                noise_ids = torch.tensor([int(ids[anchor])] + [config.mask_token_id] * (config.block_size - 1))
+                noise = target.get_input_embeddings().weight[noise_ids][None] * (config.input_embedding_scale or 1.0)
+                hidden = drafter(noise_embeds=noise, context_hidden_states=features[:, :anchor]).last_hidden_state[0]
+                found = row, number, hidden @ target.get_output_embeddings().weight.T, batch["labels"][row, number]
+                places = (anchor + torch.arange(config.block_size) - first_slot(config)).clamp(0, len(ids) - 1)
+                yield (*found, output.logits[0, places]) if with_target else found
 
 
 def reference_loss(trainer, batch, gamma, vocabulary=None):
@@ -106,12 +140,13 @@ def reference_loss(trainer, batch, gamma, vocabulary=None):
     total, weight_sum = 0.0, 0.0
     supervised = None if vocabulary is None else set(vocabulary[0])
     for _, _, logits, labels in reference_blocks(trainer, batch):
-        for slot in range(1, len(labels)):
+        first = first_slot(trainer.model.config)
+        for slot in range(first, len(labels)):
             label = int(labels[slot])
             if label < 0 or (supervised is not None and label not in supervised):
                 continue
             row = logits[slot] if vocabulary is None else logits[slot][torch.tensor(vocabulary[1])]
-            weight = math.exp(-(slot - 1) / gamma)
+            weight = math.exp(-(slot - first) / gamma)
             total = total + weight * (torch.logsumexp(row, 0) - logits[slot, label])
             weight_sum += weight
     return total / weight_sum

@@ -1,0 +1,93 @@
+"""A target's forward pass and its tapped hidden states in one compiled function.
+
+Hooks that are added to a compiled model are skipped by its graphs, so the states have to be outputs of the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.generation.configuration_utils import CompileConfig
+
+from .target import FeatureCapture
+
+# Graphs of all targets of a process: a few row counts, each for a few lengths of the static cache. torch's own limit is
+# 8; past it a forward pass runs as it is, hooks included.
+_MOST_GRAPHS = 64
+# The compiled function of each target, and what it was compiled for; gone with the target.
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+class _AlwaysCapture(FeatureCapture):
+    """Records every forward pass while it is entered; nothing in it depends on the moment, so that it can be traced."""
+
+    def _active(self) -> bool:
+        return True
+
+
+class CompiledForward:
+    """The target with its taps, compiled. Graphs live as long as the target and are used by every later call.
+
+    Args:
+        target: the target model.
+        layer_ids: taps, -1 for the embedding output.
+        compile_config: transformers' arguments of `torch.compile`.
+    """
+
+    def __init__(self, target: nn.Module, layer_ids: list[int], compile_config: CompileConfig):
+        # Not the target itself: this object is kept in a dictionary that the target's end has to clear.
+        self._target = weakref.ref(target)
+        self._capture = _AlwaysCapture(target, layer_ids)
+        self._one_at_a_time = threading.Lock()
+        self._function = torch.compile(_forward, **compile_config.to_dict())
+
+    def __call__(self, capture: FeatureCapture, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+        """Run it.
+
+        Args:
+            capture: of the call that is running; its hooks are out of the way meanwhile.
+            inputs: of the target's forward.
+
+        Returns:
+            the model's outputs, and a state `[b, n, H_t]` for each tap.
+        """
+        with (
+            self._one_at_a_time,
+            capture.suspended(),
+            self._capture,
+            torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
+        ):
+            if torch.cuda.is_available():
+                torch.compiler.cudagraph_mark_step_begin()
+            outputs, states = self._function(self._target(), self._capture, inputs)
+            # The next run of a CUDA graph writes into the same memory.
+            outputs.logits = outputs.logits.clone()
+            return outputs, [state.clone() for state in states]
+
+
+def _forward(target: nn.Module, capture: _AlwaysCapture, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    capture.clear()
+    outputs = target(**inputs, return_dict=True)
+    return outputs, capture.states()
+
+
+def compiled_forward(target: nn.Module, layer_ids: list[int], compile_config: CompileConfig | None) -> CompiledForward:
+    """The compiled function of a target, made once for each tap list and compile configuration.
+
+    Args:
+        target, layer_ids: see `CompiledForward`.
+        compile_config: of the call, or None for the one that plain generation takes.
+    """
+    config = compile_config
+    if config is None:
+        config = target._default_compile_config()
+        config.dynamic = False  # row counts are few already, and graphs of fixed shapes are faster
+    key = (tuple(layer_ids), repr(config.to_dict()))
+    known = _COMPILED.setdefault(target, {})
+    if key not in known:
+        known[key] = CompiledForward(target, layer_ids, config)
+    return known[key]
