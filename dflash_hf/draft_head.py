@@ -9,7 +9,7 @@ from torch.nn import functional
 from .errors import TargetMismatchError
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedLinear, linear_of_rows
-from .target import OutputHead, embed_tokens, execution_device, output_vocabulary
+from .target import OutputHead, embed_with, execution_device, output_vocabulary
 
 
 class DraftHead:
@@ -40,6 +40,7 @@ class DraftHead:
         self.correction = drafter.correction()
         self.walks = self.correction is not None
         self.scale = config.input_embedding_scale
+        self._embedding = target.get_input_embeddings() if drafter.embed_tokens is None else None
         self.head = OutputHead(target, config, own=drafter.lm_head)
         self.vocab_size = output_vocabulary(target)
         # Rows that the drafter's own tables have; padding may make them more or fewer than the target's.
@@ -68,7 +69,7 @@ class DraftHead:
         """Embeddings `[..., H]` of block tokens `[...]`, on the device of the table."""
         own = self.drafter.embed_tokens
         if own is None:
-            return embed_tokens(self.target, token_ids, scale=self.scale)
+            return embed_with(self._embedding, token_ids, scale=self.scale)
         rows = own(token_ids.to(execution_device(own)))
         return rows if self.scale in (None, 1.0) else rows * self.scale
 

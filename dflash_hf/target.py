@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +51,11 @@ def embed_tokens(target: nn.Module, token_ids: torch.LongTensor, *, scale: float
         scale: the drafter's `input_embedding_scale`: raw rows of the table times this. None means what the target's
             embedding module returns, with a norm that wraps the embedding (Muse) bypassed.
     """
-    embedding = target.get_input_embeddings()
+    return embed_with(target.get_input_embeddings(), token_ids, scale=scale)
+
+
+def embed_with(embedding: nn.Module, token_ids: torch.LongTensor, *, scale: float | None) -> torch.Tensor:
+    """`embed_tokens` for the target's embedding module, which takes `generate`'s loop longer to find than to use."""
     token_ids = token_ids.to(execution_device(embedding))
     if scale is not None and embedding.weight.is_meta:  # offloaded: only a call of the module brings its rows in
         return embedding(token_ids) * (scale / float(getattr(embedding, "scalar_embed_scale", 1.0)))
@@ -150,6 +154,20 @@ def position_limit(target: nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
+class _Recording:
+    """`FeatureCapture.recording` without a generator, whose set-up costs more than the rest in a small round."""
+
+    def __init__(self, capture: FeatureCapture):
+        self.capture = capture
+
+    def __enter__(self) -> None:
+        self.capture.clear()
+        self.capture._recording = True
+
+    def __exit__(self, *exc_info) -> None:
+        self.capture._recording = False
+
+
 class FeatureCapture:
     """Reads the tapped hidden states of a target by forward hooks, only inside `recording()`, only for this thread.
 
@@ -209,16 +227,14 @@ class FeatureCapture:
         state = state if self._stream is None else state[self._stream]
         self._states.setdefault(layer_id, []).append(state)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Record the target's forward passes that run inside: one, or the chunks of a prefill in order."""
-        self._states.clear()
-        self._recording = True
-        try:
-            with torch.compiler.set_stance("force_eager") if self.runs_eagerly else nullcontext():
-                yield
-        finally:
-            self._recording = False
+        return self._eager_recording() if self.runs_eagerly else _Recording(self)
+
+    @contextmanager
+    def _eager_recording(self) -> Iterator[None]:
+        with torch.compiler.set_stance("force_eager"), _Recording(self):
+            yield
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

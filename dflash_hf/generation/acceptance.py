@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
+
+from .draws import draw
 
 
 def accept_greedy(*, draft: torch.LongTensor, scores: torch.Tensor) -> list[list[int]]:
@@ -45,19 +48,18 @@ def accept_sampled(
     Returns:
         for each row 1 to k + 1 token ids.
     """
-    batch, count = draft.shape
     p = scores.softmax(dim=-1)
-    q = torch.zeros_like(p)  # the row after the last proposal has q = 0, so its residual is p itself
     if draft_scores is None:
-        q[:, :count].scatter_(-1, draft[..., None], 1.0)
-    else:
-        q[:, :count] = draft_scores.softmax(dim=-1)
-    p_draft, q_draft = (x[:, :count].gather(-1, draft[..., None])[..., 0] for x in (p, q))
-    kept = torch.rand(draft.shape, device=p.device) * q_draft < p_draft
-    accepted = kept.long().cumprod(dim=1).sum(dim=1)
-    rows = torch.arange(batch, device=p.device)
-    last = torch.multinomial(_residual(p[rows, accepted], q[rows, accepted]), num_samples=1)
-    values = torch.cat([accepted[:, None], draft, last], dim=1).tolist()
+        q = torch.zeros_like(p).scatter_(-1, functional.pad(draft[..., None], (0, 0, 0, 1)), 1.0)
+        q[:, -1] = 0.0
+    else:  # the row after the last proposal has q = 0, so its residual is p itself
+        q = functional.pad(draft_scores.softmax(dim=-1), (0, 0, 0, 1))
+    proposed = draft[..., None]
+    kept = torch.rand(proposed.shape, device=p.device) * q.gather(-1, proposed) < p.gather(-1, proposed)
+    accepted = kept.long().cumprod(dim=1).sum(dim=1, keepdim=True)  # [b, 1, 1]
+    at = accepted.expand(-1, -1, p.shape[-1])
+    last = draw(_residual(p.gather(1, at), q.gather(1, at)))[:, 0]
+    values = torch.cat([accepted[:, 0], draft, last], dim=1).tolist()
     return [[*row[1 : 1 + row[0]], row[-1]] for row in values]
 
 
@@ -79,7 +81,7 @@ def accept_one(
         return token, token == draft
     p = scores.softmax(dim=-1)
     if draft is None:
-        return int(torch.multinomial(p, num_samples=1)), False
+        return int(draw(p)), False
     if draft_scores is None:
         q = torch.zeros_like(p)
         q[draft] = 1.0
@@ -87,7 +89,7 @@ def accept_one(
         q = draft_scores.softmax(dim=-1)
     if bool(torch.rand((), device=p.device) * q[draft] < p[draft]):
         return draft, True
-    return int(torch.multinomial(_residual(p, q), num_samples=1)), False
+    return int(draw(_residual(p, q))), False
 
 
 def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .acceptance import accept_greedy, accept_one, accept_sampled
+from .draws import draw
 from .outputs import OutputRecorder
 from .processors import Processors
 from .sequences import Sequences
@@ -91,13 +92,14 @@ class Acceptor:
         elif draft.shape[1]:
             tokens = accept_sampled(draft=draft, draft_scores=draft_scores, scores=scores)
         else:
-            tokens = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1).tolist()
+            tokens = draw(scores[:, 0].softmax(dim=-1)).tolist()
         kept, wanted = [], self.recorder.wanted
+        live = [i for i, row in enumerate(rows) if self.live[row]]
+        self.sequences.write([rows[i] for i in live], [tokens[i] for i in live])
         for i, row in enumerate(rows):
             if not self.live[row]:
                 kept.append(0)
                 continue
-            self.sequences.write(row, tokens[i])
             count = 0
             for token in tokens[i]:
                 count += 1
@@ -122,7 +124,7 @@ class Acceptor:
                 scores=scores,
                 do_sample=self.do_sample,
             )
-            self.sequences.write(row, [token])
+            self.sequences.write([row], [[token]])
             if self._keep(row, token, scores, kept_logits) or not accepted:
                 return position + 1
         return len(proposals)
@@ -136,7 +138,7 @@ class Acceptor:
         self.recorder.add_token(row, scores, logits)
         # The criteria that may be asked about one of several rows do not look at scores.
         seen = self.recorder.scores_so_far() if self.stop.others and len(self.live) == 1 else None
-        stopped = self.stop.of_row(self.sequences.prefix(row), token, seen)
+        stopped = self.stop.of_row(self.sequences, row, token, seen)
         if self.streamer is not None:
             self.streamer.put(torch.tensor([token]))
         self.live[row] = not stopped
@@ -172,8 +174,8 @@ class Acceptor:
                     )
                 tokens.append(token)
                 agreed = agreed and accepted
-            for row, token in enumerate(tokens):
-                self.sequences.write(row, [token])
+            self.sequences.write(list(range(batch)), [[token] for token in tokens])
+            for row in range(batch):
                 self.sequences.lengths[row] += 1
                 self.recorder.add_token(row, scores[row], kept_logits[row])
             stopped = self.stop.of_batch(self.sequences.aligned(), self.recorder.scores_so_far())

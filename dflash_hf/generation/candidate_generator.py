@@ -12,6 +12,7 @@ from ..draft_cache import DraftCache
 from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
+from .draws import draw
 from .processors import Processors
 
 # Rounds without a draft gather features; this many go into the cache at once.
@@ -118,7 +119,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         position_ids = position_ids.to(self.device)
         if len(self.lengths) == 1:
-            if counts is not None:
+            if counts is not None and counts[0] < features.shape[1]:
                 features, position_ids = features[:, : counts[0]], position_ids[:, : counts[0]]
             if real is not None:
                 features, position_ids = (
@@ -240,7 +241,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def draft(self, prefixes: list[torch.LongTensor], num_tokens: int) -> tuple[torch.LongTensor, torch.Tensor]:
         """As `propose`, but with all tokens and always with scores, which may cover the frequent tokens alone."""
-        anchor = torch.cat([prefix[:, -1:] for prefix in prefixes])
+        anchors = [prefix[:, -1:] for prefix in prefixes]
+        anchor = anchors[0] if len(anchors) == 1 else torch.cat(anchors)
         logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
         if self.in_order:
             return self._from_left_to_right(prefixes, logits)
@@ -282,9 +284,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.cat(tokens, dim=1), torch.cat(rows, dim=1)
 
     def _usable(self, scores: torch.Tensor) -> torch.Tensor:
-        # A restricted head, or processors in an unusual order, may rule every token out.
-        may_be_empty = self.do_sample and (self.head.restricts or self.processors.draft)
-        return without_empty_rows(scores) if may_be_empty else scores
+        return without_empty_rows(scores) if self.do_sample and self.processors.draft_may_be_empty else scores
 
     def get_candidates(
         self, input_ids: torch.LongTensor, num_tokens: int | None = None
@@ -301,7 +301,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """One token `[b, n]` for each row of `scores [b, n, V]`."""
         if not self.do_sample:
             return scores.argmax(dim=-1)
-        return torch.multinomial(scores.softmax(dim=-1).flatten(0, 1), num_samples=1).view(scores.shape[:2])
+        return draw(scores.softmax(dim=-1))[..., 0]
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, num_matches: int

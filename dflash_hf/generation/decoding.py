@@ -261,7 +261,9 @@ class DFlashDecoding:
         if budget > 0:
             self.rollback.remember()
         outputs = self._run_target(ids, cached, logits=budget + 1)
-        logits = outputs.logits[:, -budget - 1 :]
+        logits = outputs.logits
+        if logits.shape[1] > budget + 1:
+            logits = logits[:, -budget - 1 :]
         live = list(self.acceptor.live)
         kept = self.acceptor(self.rows, logits=logits, draft=proposals, draft_scores=draft_scores)
         produced = [count for count, row in zip(kept, self.rows) if live[row]]
@@ -274,8 +276,9 @@ class DFlashDecoding:
             outputs, cache=self.forward.cache, skip=pending, kept=kept[0], rows=pending + budget + 1
         )
         if any(self.acceptor.live) or self.cache_is_kept:
-            features = self.capture.take(self.generator.device)[:, pending : pending + max(kept)]
-            positions = self.forward.new_positions([start + pending for start in cached], max(kept))
+            longest = max(kept)
+            features = self.capture.take(self.generator.device)[:, pending : pending + longest]
+            positions = self.forward.new_positions([start + pending for start in cached], longest)
             self.generator.add_context(features, positions, counts=kept)
         self._roll_back(cached, kept, ran=pending + budget + 1)
         self._let_rows_leave()

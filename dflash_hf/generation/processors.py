@@ -24,6 +24,8 @@ _ROWWISE = (
 )
 # Of these, the ones that look at the ids of tokens, not at their scores alone.
 _BY_ID = ("SuppressTokensLogitsProcessor",)
+# Of these, the ones that always leave a token, whatever came before them.
+_LEAVE_ONE = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
 # Functions of the prefix and the row, without state: they may also run on prefixes that are later rejected.
 _PREFIX = (
     "RepetitionPenaltyLogitsProcessor",
@@ -50,6 +52,7 @@ def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
 
 ROWWISE_CLASSES = _classes(_ROWWISE)
 BY_ID_CLASSES = _classes(_BY_ID)
+LEAVE_ONE_CLASSES = _classes(_LEAVE_ONE)
 PREFIX_CLASSES = _classes(_PREFIX)
 BATCH_PREFIX_CLASSES = _classes(_BATCH_PREFIX)
 
@@ -65,6 +68,7 @@ class Processors:
         all: the list itself.
         draft: those that draft logits see.
         rowwise, draft_rowwise: whether these look at a row of scores alone.
+        draft_may_be_empty: whether `draft` may rule out every token that a drafter can propose.
         draft_any_vocabulary: whether `draft` may run on the scores of a part of the vocabulary.
         per_row: whether rows may be shown to them apart from each other.
     """
@@ -82,6 +86,7 @@ class Processors:
         # Draft logits see the processors without state only; any q keeps the output exact.
         self.draft = LogitsProcessorList(processor for processor in processors if type(processor) in pure)
         self.draft_rowwise = all(type(processor) in ROWWISE_CLASSES for processor in self.draft)
+        self.draft_may_be_empty = not all(type(processor) in LEAVE_ONE_CLASSES for processor in self.draft)
         self._top_k, self._draft_top_k = _end_of_top_k(processors), _end_of_top_k(self.draft)
         self.draft_any_vocabulary = self.draft_rowwise and not any(type(p) in BY_ID_CLASSES for p in self.draft)
 

@@ -46,11 +46,19 @@ class Sequences:
         columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
         return self.ids[torch.tensor(rows, device=device)[:, None], columns]
 
-    def write(self, row: int, tokens: list[int]) -> None:
-        """Put tokens after a row's newest one, without counting them yet."""
-        start = self.lengths[row]
-        self.tokens[row][start:] = tokens
-        self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
+    def write(self, rows: list[int], tokens: list[list[int]]) -> None:
+        """Put `tokens[i]` after the newest one of each row `rows[i]`, without counting them yet."""
+        for row, new in zip(rows, tokens):
+            self.tokens[row][self.lengths[row] :] = new
+        device, count = self.ids.device, max(map(len, tokens))
+        if len(rows) == 1:
+            start = self.lengths[rows[0]]
+            self.ids[rows[0], start : start + count] = torch.tensor(tokens[0], device=device)
+            return
+        # One copy to the device for all rows. What pads a shorter one is not counted later on either.
+        values = [[row, self.lengths[row], *new, *[0] * (count - len(new))] for row, new in zip(rows, tokens)]
+        values = torch.tensor(values, device=device)
+        self.ids[values[:, :1], values[:, 1:2] + torch.arange(count, device=device)] = values[:, 2:]
 
     def result(self, pad_token: int | None) -> torch.LongTensor:
         """Ids `[b, n]`, n being the longest row's length; shorter rows are padded on the right."""

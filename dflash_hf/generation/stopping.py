@@ -11,6 +11,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from .sequences import Sequences
+
 # Criteria that judge each row by its own ids alone, so they may be asked about one row.
 _ROWWISE = (MaxTimeCriteria, StopStringCriteria)
 
@@ -55,11 +57,11 @@ class StopRule:
         known = all(type(criterion) in _ROWWISE for criterion in self.others)
         self.per_row = batch_size == 1 or (known and (self.pad_token is not None or not self.others))
 
-    def of_row(self, sequence: torch.LongTensor, token: int, scores: tuple | None) -> bool:
-        """Whether a row ends with `token`, the last one of `sequence [1, n]`."""
-        if self.others and bool(self.others(sequence, scores).all()):
+    def of_row(self, sequences: Sequences, row: int, token: int, scores: tuple | None) -> bool:
+        """Whether a row ends with `token`, its last one."""
+        if self.others and bool(self.others(sequences.prefix(row), scores).all()):
             return True
-        return token in self.eos or sequence.shape[1] >= self.max_length
+        return token in self.eos or sequences.lengths[row] >= self.max_length
 
     def of_batch(self, sequences: torch.LongTensor, scores: tuple | None) -> list[bool]:
         """Which rows of `sequences [b, n]` end with their last token."""
