@@ -57,7 +57,9 @@ def calibrate(
     else:
         own.save_pretrained(output)
     for table in tables:
-        title = f"{table['device']}, batch size {table['batch_size']}, context {table['context_length']}"
+        title = (
+            f"{table['device']}, {table['dtype']}, batch size {table['batch_size']}, context {table['context_length']}"
+        )
         shown = Table("tokens", "draft, ms", "verification, ms", title=title)
         draft, verify = dict(table["draft"]), dict(table["verify"])
         for count in sorted(draft.keys() | verify.keys()):

@@ -17,7 +17,7 @@ from ..target import FeatureCapture, check_compatibility
 from .candidate_generator import DFlashCandidateGenerator
 from .processors import Processors
 from .rollback import Rollback
-from .round_costs import device_name
+from .round_costs import conditions_of
 from .target_forward import cache_key, no_cache
 
 
@@ -32,8 +32,8 @@ def calibrate(
 ) -> list[dict[str, Any]]:
     """Measure draft and verification, and keep the table on `drafter.generation_config`.
 
-    From then on block lengths are chosen by these costs on this device; `save_pretrained` writes them. Run it when
-    nothing else keeps the machine busy. Tables of other devices stay.
+    From then on block lengths are chosen by these costs on this device, for a target in this dtype, packed or not as it
+    is; `save_pretrained` writes them. Run it when nothing else keeps the machine busy. Other tables stay.
 
     Args:
         drafter: the draft model.
@@ -43,8 +43,8 @@ def calibrate(
         repeats: timings of each size; the shortest counts, the others had to wait for something else.
 
     Returns:
-        the new tables: `device`, `threads`, `batch_size`, `context_length`, and in milliseconds `draft`
-        (`[proposals, ms]`) and `verify` (`[tokens of one sequence, ms]`).
+        the new tables: `device`, `dtype`, `packed`, `threads`, `batch_size`, `context_length`, and in milliseconds
+        `draft` (`[proposals, ms]`) and `verify` (`[tokens of one sequence, ms]`).
 
     Raises:
         TargetMismatchError: if drafter and target do not fit.
@@ -65,9 +65,9 @@ def calibrate(
     finally:
         drafter.train(training[0])
         target.train(training[1])
-    device = device_name(target)
+    conditions = conditions_of(target)
     known = getattr(drafter.generation_config, ROUND_COSTS, None) or []
-    others = [table for table in known if table["device"] != device]
+    others = [table for table in known if not conditions.items() <= table.items()]
     setattr(drafter.generation_config, ROUND_COSTS, others + tables)
     return tables
 
@@ -112,7 +112,7 @@ def _measure(
 
     most = max(generator.copied_tokens, block) + 1
     return {
-        "device": device_name(target),
+        **conditions_of(target),
         "threads": torch.get_num_threads(),
         "batch_size": batch_size,
         "context_length": context_length,

@@ -11,14 +11,18 @@ from torch import nn
 
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
+from ..packing import PackedLinear
 from ..pretrained import ROUND_COSTS
-from ..target import output_vocabulary
+from ..target import output_head, output_vocabulary
 
 Points = tuple[tuple[int, float], ...]
 
-# A target's forward pass over so many rows, in passes over one row. CPU: SmolLM2-135M, fp32, two cores; past 16 rows
-# matrix products are efficient again. Accelerators read the weights once for all rows.
+# A target's forward pass over so many rows, in passes over one row. CPU: SmolLM2-135M, two cores; in fp32 past 16 rows
+# matrix products are efficient again, in half precision they are so from the start (AMX). Accelerators read the weights
+# once for all rows.
 _CPU_SHAPE: Points = ((1, 1.0), (8, 2.35), (16, 3.9), (64, 4.5), (128, 6.4))
+_PACKED_CPU_SHAPE: Points = ((1, 1.0), (8, 1.75), (16, 2.0), (64, 3.6), (128, 6.4))
+_HALF_CPU_SHAPE: Points = ((1, 1.0), (8, 1.12), (16, 1.2), (64, 1.8), (128, 2.6))
 _ACCELERATOR_SHAPE: Points = ((1, 1.0), (251, 2.0))
 
 
@@ -55,7 +59,9 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 def costs_for(drafter: DFlashDraftModel, target: nn.Module, *, batch_size: int, context_length: int) -> RoundCosts:
-    """The stored table of this device that is nearest in batch size, then in context; else the device's usual shape.
+    """The stored table that is nearest in batch size, then in context; without one, the device's usual shape.
+
+    Only tables that were measured on such a device, in the target's dtype and packed or not as it is, count.
 
     Args:
         drafter, target: the pair.
@@ -65,8 +71,8 @@ def costs_for(drafter: DFlashDraftModel, target: nn.Module, *, batch_size: int, 
     Raises:
         DFlashConfigError: if the stored tables are not what `calibrate` writes.
     """
-    device = device_name(target)
-    tables = [table for table in _stored(drafter) if table["device"] == device]
+    conditions = conditions_of(target)
+    tables = [table for table in _stored(drafter) if conditions.items() <= table.items()]
     if not tables:
         return default_costs(drafter, target, batch_size=batch_size)
     table = min(tables, key=lambda t: (abs(t["batch_size"] - batch_size), abs(t["context_length"] - context_length)))
@@ -84,10 +90,15 @@ def costs_for(drafter: DFlashDraftModel, target: nn.Module, *, batch_size: int, 
 
 def default_costs(drafter: DFlashDraftModel, target: nn.Module, *, batch_size: int) -> RoundCosts:
     """Costs from the device's usual shape and the sizes of both models, in target passes over one row."""
-    on_cpu = device_name(target) == "cpu"
-    shape = _CPU_SHAPE if on_cpu else _ACCELERATOR_SHAPE
+    conditions = conditions_of(target)
+    on_cpu = conditions["device"] == "cpu"
+    shape = _ACCELERATOR_SHAPE
+    if on_cpu:
+        in_fp32 = _PACKED_CPU_SHAPE if conditions["packed"] else _CPU_SHAPE
+        shape = in_fp32 if conditions["dtype"] == "float32" else _HALF_CPU_SHAPE
     config, text = drafter.config, target.config.get_text_config(decoder=True)
-    head = (config.draft_vocab_size or output_vocabulary(target)) * config.hidden_size
+    rows = config.draft_vocab_size or drafter.num_frequent_tokens or output_vocabulary(target)
+    head = rows * config.hidden_size
     whole = sum(parameter.numel() for parameter in target.parameters())
     if not getattr(text, "tie_word_embeddings", False):
         whole -= output_vocabulary(target) * text.hidden_size  # looked up, not multiplied
@@ -105,19 +116,25 @@ def default_costs(drafter: DFlashDraftModel, target: nn.Module, *, batch_size: i
     )
 
 
-def device_name(target: nn.Module) -> str:
-    """What stored tables are told apart by: `cpu`, or the accelerator's own name."""
-    device = target.get_input_embeddings().weight.device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
+def conditions_of(target: nn.Module) -> dict[str, Any]:
+    """What stored tables are told apart by.
+
+    Returns:
+        `device` (`cpu`, or the accelerator's own name), `dtype`, and whether the linear layers are `packed`.
+    """
+    weight = target.get_input_embeddings().weight
+    return {
+        "device": torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "packed": isinstance(output_head(target), PackedLinear),
+    }
 
 
 def _stored(drafter: DFlashDraftModel) -> list[dict[str, Any]]:
     tables = getattr(drafter.generation_config, ROUND_COSTS, None) or []
     for table in tables:
         numbers = [pair for part in ("draft", "verify") for pair in table.get(part, [])]
-        whole = {"device", "batch_size", "context_length", "draft", "verify"} <= table.keys()
+        whole = {"device", "dtype", "packed", "batch_size", "context_length", "draft", "verify"} <= table.keys()
         if not whole or not table["draft"] or not table["verify"] or any(not ms > 0 for _, ms in numbers):
             raise DFlashConfigError(
                 f"generation_config.{ROUND_COSTS} holds a table that calibrate did not write: {table}. Run "
