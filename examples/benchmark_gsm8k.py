@@ -39,6 +39,7 @@ def main(
     whole_blocks: Annotated[
         bool, typer.Option("--whole-blocks", help="Verify whole blocks, whatever they cost.")
     ] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of both models; fp32 on a CPU by default.")] = None,
     pack: Annotated[
         bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
     ] = None,
@@ -48,7 +49,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Run the comparison and print the totals."""
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_target(target, dtype)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
     settings = configure(model, draft, pack=pack, whole_vocabulary=whole_vocabulary)
     console.print(settings)

@@ -44,13 +44,13 @@ def packaged_target() -> tuple[str, str] | None:
     return None
 
 
-def load_target(name: str | None):
-    """Target and tokenizer: `name`, or the packaged model, or the Hub's."""
+def load_target(name: str | None, dtype: str | None = None):
+    """Target and tokenizer: `name`, or the packaged model, or the Hub's. In fp32 on a CPU unless `dtype` says else."""
     packaged = packaged_target() if name is None else None
     folder, options = (packaged[0], {"gguf_file": packaged[1]}) if packaged else (name or TARGET_ON_HUB, {})
     console.print(f"Target: {folder}", markup=False)
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    dtype = torch.float32 if not torch.cuda.is_available() else "auto"
+    dtype = dtype or ("auto" if torch.cuda.is_available() else "float32")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
@@ -70,7 +70,11 @@ def configure(model, draft, *, pack: bool | None, whole_vocabulary: bool) -> dic
         pack_linears(model)
         pack_linears(draft)
         pack = True
-    return {"packed linear layers": bool(pack), "frequent tokens": draft.num_frequent_tokens or "all"}
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "packed linear layers": bool(pack),
+        "frequent tokens": draft.num_frequent_tokens or "all",
+    }
 
 
 def main(
@@ -81,6 +85,9 @@ def main(
     num_assistant_tokens: Annotated[
         int | None, typer.Option(help="Send only this many proposals of a block to the target.")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of both models; fp32 on a CPU by default. bfloat16 is faster on a CPU with AMX.")
+    ] = None,
     pack: Annotated[
         bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
     ] = None,
@@ -90,7 +97,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Compare plain generation with DFlash on three questions, or on your own."""
-    model, tokenizer = load_target(target)
+    model, tokenizer = load_target(target, dtype)
     draft = DFlashDraftModel.from_pretrained(drafter, dtype=model.dtype).to(model.device)
     settings = configure(model, draft, pack=pack, whole_vocabulary=whole_vocabulary)
     if num_assistant_tokens is not None:

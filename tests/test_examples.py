@@ -19,11 +19,13 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 def run_example(name: str, *arguments: str):
     sys.path.insert(0, str(EXAMPLES))
     try:
-        main = runpy.run_path(str(EXAMPLES / name))["main"]
+        module = runpy.run_path(str(EXAMPLES / name))
     finally:
         sys.path.remove(str(EXAMPLES))
-    app = typer.Typer()
-    app.command()(main)
+    app = module.get("app")  # a script with commands
+    if app is None:
+        app = typer.Typer()
+        app.command()(module["main"])
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -44,7 +46,11 @@ def test_quickstart_writes_the_promised_numbers(pair, tmp_path):
     for key in ("same_tokens", "acceptance_length", "rounds", "plain_tokens_per_second", "dflash_tokens_per_second"):
         assert key in result
     assert result["same_tokens"] is True and result["rounds"] > 0
-    assert result["settings"] == {"packed linear layers": True, "frequent tokens": "all"}
+    assert result["settings"] == {
+        "dtype": "float32",
+        "packed linear layers": True,
+        "frequent tokens": "all",
+    }
     assert result["draft_ms_per_round"] > 0 < result["verify_ms_per_round"]
     assert result["speedup"] == pytest.approx(result["dflash_tokens_per_second"] / result["plain_tokens_per_second"])
     assert "same tokens" in output
@@ -117,6 +123,32 @@ def test_publish_writes_weights_and_a_card_with_the_facts(tmp_path):
     assert "model-index" in card
     model = DFlashDraftModel.from_pretrained(out)
     assert model.dtype == torch.bfloat16 and model.config.target_name_or_path == "someone/target"
+
+
+@pytest.mark.parametrize("command", ["texts", "batches", "loops", "contexts"])
+def test_benchmark_speed_runs_every_way(pair, tmp_path, command):
+    """Every way gives plain generation's tokens, and has a speed."""
+    data, file = tmp_path / "q.jsonl", tmp_path / "result.json"
+    data.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 3}"}) for i in range(10, 14)))
+    more = {"texts": ["--calibrate"], "batches": ["--size", "1", "--size", "2"], "loops": ["--limit", "2"]}
+    more["contexts"] = ["--length", "40", "--length", "80"]
+    arguments = ("--data", str(data), "--repeats", "1", "--new-tokens", "8", "--json", str(file))
+    run_example("benchmark_speed.py", command, *pair, *arguments, *more.get(command, []))
+    result = json.loads(file.read_text())
+    assert result.pop("settings")["packed linear layers"] is True
+    if command == "contexts":
+        assert set(result) == {"40", "80"} and all(min(numbers.values()) > 0 for numbers in result.values())
+        return
+    if command == "texts":
+        assert result.pop("calibrated") is True
+        assert all(text["of_best_fixed"] > 0 for text in result.values())
+        ways = [text["ways"] for text in result.values()]
+        assert all(len(way) == 2 + 7 for way in ways)
+    else:
+        ways = list(result.values())
+    for way in ways:
+        assert way["plain"]["ratio"] == 1.0 and len(way) >= 2
+        assert all(numbers["same_tokens"] in (True, None) and numbers["ratio"] > 0 for numbers in way.values())
 
 
 def grammar_data(folder, count=24):
