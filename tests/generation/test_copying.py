@@ -56,7 +56,7 @@ def test_finds_what_brute_force_finds(seed):
             start, length = numbers.randrange(len(text) - 15), numbers.choice((7, 15))
             more = text[start : start + length]
         sequences.reserve(len(more) + 2)
-        sequences.write(1, [*more, 4, 4])  # the last two are rejected
+        sequences.write([1], [[*more, 4, 4]])  # the last two are rejected
         sequences.lengths[1] += len(more)
         text += more
     assert kinds >= {0, 1, 2}, "every kind of match must occur"
@@ -188,11 +188,20 @@ def test_a_good_drafter_is_not_left_for_copies(monkeypatch):
     assert rounds[None] <= 1.1 * rounds[0] + 1
 
 
-@pytest.mark.parametrize(("name", "table"), [("temperature", STEEP), ("repetition_penalty", FREE)])
-def test_joint_distribution(pair, name, table, monkeypatch):  # noqa: F811
+# Some of the vocabulary, in an order of its own: copies hold other tokens too.
+INDEX = [9, 4, 12, 3, 15, 7, 1, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "index"),
+    [("temperature", STEEP, None), ("temperature", STEEP, INDEX), ("repetition_penalty", FREE, None)],
+    ids=["temperature", "index of tokens", "repetition penalty"],
+)
+def test_joint_distribution(pair, name, table, index, monkeypatch):  # noqa: F811
     """Copies and drafts in one call leave the target's distribution as it is."""
     target, drafter = pair
     by_cost(drafter, **table).generation_config.prompt_lookup_num_tokens = None
+    monkeypatch.setattr(drafter, "_frequent_token_ids", None if index is None else torch.tensor(index))
     # Matches of one token, so that a text of four tokens has some.
     monkeypatch.setattr(copying, "_SIZES", (1, 2, 3))
     ids = torch.tensor([[12, 7, 9, 4, 5, 12, 3, 15, 8, 6, 11, 10, 14, 13, 9, 4]])
@@ -208,9 +217,11 @@ def test_joint_distribution(pair, name, table, monkeypatch):  # noqa: F811
     assert chi_square_p_value(counts, exact_joint(target, ids, processors)) > LEVEL
 
 
-def test_batches_mix_copies_and_drafts(trained):  # noqa: F811
+@pytest.mark.parametrize("index", [None, range(0, 100, 2)], ids=["all", "index of tokens"])
+def test_batches_mix_copies_and_drafts(trained, index, monkeypatch):  # noqa: F811
     """Sampled rows are reproducible and greedy rows are the target's, where some rows copy and others draft."""
     target, drafter = trained
+    monkeypatch.setattr(drafter, "_frequent_token_ids", None if index is None else torch.tensor(list(index)))
     by_cost(drafter, **STEEP).generation_config.prompt_lookup_num_tokens = None
     passage = prompt(14, vocab=100, seed=1)
     ids = torch.cat([torch.cat([passage, passage], dim=1), prompt(28, vocab=100, seed=2)])

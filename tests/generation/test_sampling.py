@@ -186,7 +186,7 @@ def test_generate_without_subtraction_is_found(pair, monkeypatch):
     """The check on generate has the power to see it, with fewer draws than the check above takes."""
     monkeypatch.setattr(acceptor, "accept_sampled", in_batch(no_subtraction))
     _, processors = SETTINGS["temperature"]
-    counts, _ = draw(pair, decode_once, processors, FEWER_DRAWS)
+    counts, _ = draw(pair, decode_once, processors, 2 * FEWER_DRAWS)
     assert chi_square_p_value(counts, exact_joint(pair[0], prompt(4, vocab=VOCAB), processors)) < LEVEL
 
 
