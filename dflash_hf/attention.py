@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dflash import DFlashConfig
+from .draft_cache import DraftCache
 from .masks import BlockMasks
 
 
@@ -84,7 +85,8 @@ class DFlashAttention(nn.Module):
         queries = rotate(queries, cos[:, -length:], sin[:, -length:])
         keys, values = self.keys_and_values(torch.cat([context, block], dim=1), cos, sin)
         if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+            more = {"block_length": length} if isinstance(cache, DraftCache) else {}
+            keys, values = cache.update(keys, values, self.layer_idx, **more)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(masks.implementation, eager_attention_forward)
         output, _ = attention(
             self,

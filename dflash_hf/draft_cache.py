@@ -18,6 +18,8 @@ class DraftCache:
         num_layers: number of draft layers.
 
     Attributes:
+        window: context rows that a block sees, the newest ones; None for all. Keys carry their absolute positions, so
+            rows out of the window are just left out.
         row_ends: `[b]` after `place`: the columns of each sequence that hold something after the coming update; None
             while all sequences have the same length.
     """
@@ -28,23 +30,34 @@ class DraftCache:
         self._columns: torch.Tensor | None = None
         self._end = 0
         self.row_ends: torch.Tensor | None = None
+        self.window: int | None = None
+        self._first = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held by a layer."""
         return self._lengths[layer_idx]
 
-    def place(self, columns: torch.LongTensor, *, row_ends: torch.LongTensor, end: int) -> None:
+    def place(self, columns: torch.LongTensor, *, row_ends: torch.LongTensor, end: int, first: int = 0) -> None:
         """Say where the rows of the coming update of each layer go.
 
         Args:
             columns: `[b, n]`; `end` is a place for rows that nobody may see.
             row_ends: `[b]`, see above.
             end: the largest of `row_ends`.
+            first: no sequence sees columns before it; what `update` returns and `row_ends` count from it.
         """
-        self._columns, self.row_ends, self._end = columns, row_ends, end
+        self._columns, self.row_ends, self._end, self._first = columns, row_ends - first, end, first
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `keys`, `values` `[b, kv_heads, n, head_dim]`; returns views of all rows, `n` being the length."""
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *, block_length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows and return views of all that may be seen, `n` being their number.
+
+        Args:
+            keys, values: `[b, kv_heads, n, head_dim]`.
+            layer_idx: of the draft layer.
+            block_length: how many of the new rows are the block, which sees `window` rows before it.
+        """
         start = self._lengths[layer_idx]
         end = start + keys.shape[2] if self._columns is None else self._end
         buffer = self._buffers[layer_idx]
@@ -59,7 +72,12 @@ class DraftCache:
             buffer[0, rows, :, self._columns] = keys.transpose(1, 2).to(buffer.dtype)
             buffer[1, rows, :, self._columns] = values.transpose(1, 2).to(buffer.dtype)
         self._lengths[layer_idx] = end
-        return buffer[0, :, :, :end], buffer[1, :, :, :end]
+        first = 0
+        if self._columns is not None:
+            first = self._first
+        elif self.window is not None and block_length is not None:
+            first = max(end - block_length - self.window, 0)
+        return buffer[0, :, :, first:end], buffer[1, :, :, first:end]
 
     def _grow(self, layer_idx: int, keys: torch.Tensor, needed: int) -> torch.Tensor:
         batch, heads, _, dim = keys.shape
@@ -93,3 +111,4 @@ class DraftCache:
         self.crop(length)
         if len(rows) == 1:  # its rows follow each other again
             self._columns = self.row_ends = None
+            self._first = 0

@@ -21,6 +21,7 @@ def block_visibility(
     device: torch.device,
     row_ends: torch.LongTensor | None = None,
     window_rule: str = "query",
+    context_window: int | None = None,
 ) -> torch.Tensor | None:
     """Which keys each slot of a block sees. The block's own keys are the last `block_length` ones.
 
@@ -33,6 +34,7 @@ def block_visibility(
         row_ends: `[b]`, the number of keys of each sequence where they differ; its block is at their end.
         window_rule: `query`: a key is visible if `q - k < W`, and if not causal also `k - q < W`. `anchor`: every slot
             sees the W context rows before the block, and the window does not limit the block.
+        context_window: with `row_ends`, the newest context rows that each block sees; None for all.
 
     Returns:
         Boolean `[b or 1, 1, B, L]`, True is visible; None if everything is.
@@ -51,6 +53,8 @@ def block_visibility(
         visible = visible & (query - key < sliding_window)
         if not is_causal:
             visible = visible & (key - query < sliding_window)
+    if row_ends is not None and context_window is not None:
+        visible = visible & (key >= block_starts - context_window)
     visible = visible[:, None]
     if padding_mask is not None:
         visible = visible & padding_mask[:, None, None, :].bool()
@@ -85,7 +89,7 @@ class BlockMasks:
         block: `[b, B, H]`, the slots; their number, dtype and device count.
         total_length: context rows seen so far (cached ones included) plus B.
         implementation: transformers' name of the attention implementation.
-        row_ends: see `block_visibility`.
+        row_ends, context_window: see `block_visibility`.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class BlockMasks:
         total_length: int,
         implementation: str,
         row_ends: torch.LongTensor | None = None,
+        context_window: int | None = None,
     ):
         if isinstance(attention_mask, LayerMasks):
             attention_mask, implementation = attention_mask.by_layer_type, attention_mask.implementation
@@ -104,6 +109,7 @@ class BlockMasks:
         self.total_length = total_length
         self.implementation = implementation or "eager"
         self.row_ends = row_ends
+        self.context_window = context_window
         if row_ends is not None and "flash" in self.implementation:
             self.implementation = "sdpa"  # flash kernels take no mask, and keys of different number need one
         self._built: dict[tuple, torch.Tensor | None] = {}
@@ -133,6 +139,7 @@ class BlockMasks:
                 device=self.block.device,
                 row_ends=self.row_ends,
                 window_rule=layer.window_rule,
+                context_window=self.context_window,
             )
             self._built[key] = None if visible is None else self._as_implementation_takes_it(visible)
         return self._built[key]

@@ -251,6 +251,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             total_length=cached + new_rows,
             implementation=self.config._attn_implementation,
             row_ends=row_ends,
+            context_window=getattr(cache, "window", None),
         )
         for layer in self.layers:
             block = layer(block, context, position_embeddings, masks, cache)

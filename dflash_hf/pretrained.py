@@ -18,6 +18,8 @@ from .weight_files import HUB_KEYWORDS, pin_files, remove_stale_weights
 
 # The costs that `calibrate` measured.
 ROUND_COSTS = "dflash_round_costs"
+# The newest context rows that a block sees.
+CONTEXT_WINDOW = "dflash_context_window"
 # What of a drafter's generation_config is its own; special tokens are the target's business.
 _DRAFTING_KNOBS = {
     "block_size",
@@ -26,6 +28,7 @@ _DRAFTING_KNOBS = {
     "assistant_confidence_threshold",
     "prompt_lookup_num_tokens",
     ROUND_COSTS,
+    CONTEXT_WINDOW,
 }
 # What `save_pretrained(push_to_hub=True)` hands on to `push_to_hub`.
 _PUSH_KEYWORDS = (

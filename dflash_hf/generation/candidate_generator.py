@@ -12,6 +12,7 @@ from ..draft_cache import DraftCache
 from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
+from ..pretrained import CONTEXT_WINDOW
 from .draws import draw
 from .processors import Processors
 
@@ -40,7 +41,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         drafter: the draft model. On its `generation_config`, `block_size` shortens the block itself, and
             `num_assistant_tokens` (with its schedule) and `assistant_confidence_threshold` only what is sent to the
             target. Without them the length is chosen by cost; `num_assistant_tokens_schedule="constant"` alone sends
-            the whole block. `prompt_lookup_num_tokens` limits what is copied from the context (0: nothing; twice the
+            the whole block. `dflash_context_window` limits the context rows that a block sees to the newest ones.
+            `prompt_lookup_num_tokens` limits what is copied from the context (0: nothing; twice the
             block by default).
         target: the model whose embedding and head it borrows.
         processors: the call's logits processors.
@@ -51,7 +53,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     Raises:
         DFlashConfigError: if the inference block size is not between 2 and the trained one, `num_assistant_tokens` is
-            below 1, or `prompt_lookup_num_tokens` below 0.
+            or `dflash_context_window` below 1, or `prompt_lookup_num_tokens` below 0.
 
     Attributes:
         fixed: whether the user set how much of a block is sent.
@@ -93,6 +95,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._proposed = 0
         self.device = drafter.norm.weight.device
         self.cache = drafter.new_cache() if cache is None else cache
+        self.cache.window = _context_window(drafter)
         self.lengths = [0] * batch_size if lengths is None else list(lengths)
         self.rows = list(range(batch_size))
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
@@ -177,7 +180,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         columns = torch.where(new.real, starts[0] + new.real.cumsum(dim=1) - 1, end)
         if block:
             columns = torch.cat([columns, starts[1] + self._offsets], dim=1)
-        self.cache.place(columns, row_ends=starts[1, :, 0] + extra, end=end)
+        window = self.cache.window
+        first = 0 if window is None or not block else max(min(ends) - window, 0)
+        self.cache.place(columns, row_ends=starts[1, :, 0] + extra, end=end, first=first)
 
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the batch only."""
@@ -343,6 +348,16 @@ def _copied_tokens(drafter: DFlashDraftModel) -> int:
             "to copy at most that many tokens, or None for twice the block."
         )
     return int(most)
+
+
+def _context_window(drafter: DFlashDraftModel) -> int | None:
+    window = getattr(drafter.generation_config, CONTEXT_WINDOW, None)
+    if window is not None and window < 1:
+        raise DFlashConfigError(
+            f"generation_config.{CONTEXT_WINDOW} is {window}; a block sees at least 1 context row. Set None for the "
+            "whole context."
+        )
+    return window
 
 
 def _num_proposals(drafter: DFlashDraftModel, most: int) -> int:
