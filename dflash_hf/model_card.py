@@ -147,12 +147,13 @@ def hub_id(name: str | None) -> str | None:
 
 
 def training_curve(log_history: list[dict[str, Any]], *, rows: int = 12) -> list[dict[str, Any]]:
-    """Evaluations in a Trainer's `log_history`, thinned to about `rows`, each with the training loss before it."""
-    curve, loss = [], None
+    """Evaluations in a Trainer's `log_history`, thinned to about `rows`, with the training loss and time before each."""
+    curve, loss, minutes = [], None, None
     for entry in log_history:
-        loss = entry.get("loss", loss)
+        loss, minutes = entry.get("loss", loss), entry.get("training_minutes", minutes)
         if "eval_loss" in entry:
             point = {"step": entry["step"], "loss": "" if loss is None else f"{loss:.3f}"}
+            point["minutes"] = "" if minutes is None else f"{minutes:.1f}"
             for key in ("eval_loss", "eval_block_acceptance_length", "eval_slot_accuracy"):
                 point[key] = f"{entry[key]:.3f}"
             if not curve or curve[-1]["step"] != point["step"]:

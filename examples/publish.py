@@ -3,7 +3,7 @@
     python examples/publish.py --drafter out --output my-drafter --base-model HuggingFaceTB/SmolLM2-135M-Instruct \
         --benchmark result.json --training-command "dflash-hf train ..."
 
-Seconds on a CPU. `--benchmark` takes what examples/benchmark_gsm8k.py wrote.
+Seconds on a CPU. `--benchmark` takes what examples/benchmark_gsm8k.py or `dflash-hf evaluate --json` wrote.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ import typer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.model_card import card_data, fill_card, training_curve, write_card
+
+
+def read_benchmark(file: Path) -> dict:
+    """A benchmark's numbers; those of `dflash-hf evaluate` under the names that a card knows."""
+    numbers = json.loads(file.read_text())
+    if "generation_acceptance_length" in numbers:
+        return {name: numbers[f"generation_{name}"] for name in ("prompts", "rounds", "acceptance_length")}
+    return numbers
 
 
 def main(
@@ -52,7 +60,7 @@ def main(
                 f"{len(files)} benchmarks need {len(files)} values each; {option} has {len(values)}"
             )
     measured = [
-        json.loads(file.read_text()) | {option: values[number] for option, values in names.items()}
+        read_benchmark(file) | {option: values[number] for option, values in names.items()}
         for number, file in enumerate(files)
     ]
     state = json.loads((drafter / "trainer_state.json").read_text())

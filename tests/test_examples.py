@@ -111,13 +111,24 @@ def test_publish_writes_weights_and_a_card_with_the_facts(tmp_path):
     out = tmp_path / "published"
     arguments = ("--drafter", str(trained), "--output", str(out), "--base-model", "someone/target")
     arguments += ("--training-command", "dflash-hf train --seed 7", "--benchmark", str(tmp_path / "bench.json"))
+    numbers = {"generation_prompts": 3, "generation_rounds": 9, "generation_acceptance_length": 1.75}
+    (tmp_path / "chat.json").write_text(json.dumps(numbers))
+    arguments += ("--benchmark", str(tmp_path / "chat.json"))
+    for name, first, second in (
+        ("name", "GSM8K", "MT-Bench"),
+        ("type", "openai/gsm8k", "lmsys/mt_bench_human_judgments"),
+    ):
+        arguments += (f"--dataset-{name}", first, f"--dataset-{name}", second)
+    for name in ("command", "description"):
+        arguments += (f"--benchmark-{name}", "") * 2
     run_example("publish.py", *arguments)
     card = (out / "README.md").read_text()
     for part in (
         "base_model: someone/target",
         "dflash-hf train --seed 7",
-        "| 10 | 3.500 | 3.250 | 1.500 | 0.125 |",
-        "2.500",
+        "| 10 |  | 3.500 | 3.250 | 1.500 | 0.125 |",
+        "| GSM8K | 4 | 4 | 2.500 | 20.0 | 30.0 | 1.50 |",
+        "| MT-Bench | 3 |  | 1.750 | | | |",
     ):
         assert part in card
     assert "model-index" in card

@@ -52,8 +52,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         lengths: context rows of each batch row in `cache`.
 
     Raises:
-        DFlashConfigError: if the inference block size is not between 2 and the trained one, `num_assistant_tokens` is
-            or `dflash_context_window` below 1, or `prompt_lookup_num_tokens` below 0.
+        DFlashConfigError: if the inference block size is not between 2 and the trained one, `num_assistant_tokens` or
+            `dflash_context_window` is below 1, or `prompt_lookup_num_tokens` below 0.
 
     Attributes:
         fixed: whether the user set how much of a block is sent.

@@ -78,10 +78,12 @@ class RunningCounts:
         exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         self.sums = torch.zeros(4 + 2 * places, dtype=exact, device=device)  # tokens, anchors, BlockCounts
         self._since: float | None = None
+        self._minutes = 0.0
 
-    def start_clock(self) -> None:
-        """Called when training starts."""
+    def start_clock(self, *, minutes: float = 0.0) -> None:
+        """Called when training starts, or goes on after so many minutes."""
         self._since = time.perf_counter()
+        self._minutes = minutes
 
     def leave_out(self, seconds: float) -> None:
         """Do not count these seconds: something else than training took them."""
@@ -104,6 +106,8 @@ class RunningCounts:
         if self._since is not None and now > self._since:
             metrics["tokens_per_second"] = tokens / (now - self._since)
             metrics["anchors_per_second"] = anchors / (now - self._since)
+            self._minutes += (now - self._since) / 60
+            metrics["training_minutes"] = self._minutes
         self.sums.zero_()
         self._since = now
         return metrics

@@ -48,7 +48,8 @@ class _TrainingRun(TrainerCallback):
         train_dataloader.dataset.set_epoch(int(state.epoch))
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.counts.start_clock()
+        before = [entry["training_minutes"] for entry in state.log_history if "training_minutes" in entry]
+        self.trainer.counts.start_clock(minutes=before[-1] if before else 0.0)
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
