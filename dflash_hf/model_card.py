@@ -147,7 +147,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def training_curve(log_history: list[dict[str, Any]], *, rows: int = 12) -> list[dict[str, Any]]:
-    """Evaluations in a Trainer's `log_history`, thinned to about `rows`, with the training loss and time before each."""
+    """Evaluations in a Trainer's `log_history`, about `rows` of them, with loss and time of the training before."""
     curve, loss, minutes = [], None, None
     for entry in log_history:
         loss, minutes = entry.get("loss", loss), entry.get("training_minutes", minutes)
