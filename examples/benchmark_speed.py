@@ -69,12 +69,13 @@ Way = Callable[[], torch.Tensor]
 
 
 class Pair:
-    """Target, drafter and tokenizer, as the options ask."""
+    """Target, drafter and tokenizer, as the options ask; `most` is a whole block's number of proposals."""
 
     def __init__(self, target: str | None, drafter: str, dtype: str | None, pack: bool | None):
         self.model, self.tokenizer = load_target(target, dtype)
         self.drafter = DFlashDraftModel.from_pretrained(drafter, dtype=self.model.dtype).to(self.model.device)
         self.settings = configure(self.model, self.drafter, pack=pack, whole_vocabulary=False)
+        self.most = self.drafter.config.block_size - self.drafter.config.first_slot
         self.settings["threads"] = torch.get_num_threads()
         console.print(self.settings)
 
@@ -184,6 +185,9 @@ def texts(
     measured_costs: Annotated[
         bool, typer.Option("--calibrate", help="Choose lengths by costs measured here, not by the device's usual ones.")
     ] = False,
+    proposals: Annotated[
+        list[int] | None, typer.Option(help="Fixed lengths to run; all of them by default, which takes long.")
+    ] = None,
     repeats: Repeats = 3,
     new_tokens: NewTokens = 160,
     json_file: Json = None,
@@ -195,8 +199,8 @@ def texts(
     result: dict[str, Any] = {"settings": pair.settings, "calibrated": measured_costs}
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     for name, batch, options in (
-        ("code edit", [EDIT] * 2, {}),
-        ("GSM8K", questions(data, 3), {}),
+        ("code edit", [EDIT], {}),
+        ("GSM8K", questions(data, 2), {}),
         ("poem, temperature 1", [POEM] * 3, sampling),
     ):
         inputs = [pair.prompts([text]) for text in batch]
@@ -207,7 +211,7 @@ def texts(
 
         assisted = {"assistant_model": pair.drafter}
         ways = {"plain": calls(), "DFlash": calls(**assisted)}
-        for count in range(1, pair.drafter.config.block_size - pair.drafter.config.first_slot + 1):
+        for count in proposals or range(1, pair.most + 1):
             ways[f"{count} proposals"] = calls(count, **assisted)
         lengths = [i["input_ids"].shape[1] for i in inputs]
         measured = measure(ways, lengths, repeats, sampled="do_sample" in options)
@@ -270,11 +274,10 @@ def loops(
     def calls(count=None, **more):
         return [pair.with_length(count, lambda i=i: pair.generate(i, **more)) for i in inputs]
 
-    most = pair.drafter.config.block_size - pair.drafter.config.first_slot
     ways = {
         "plain": calls(max_new_tokens=new_tokens),
         "transformers": calls(speculation_type="dflash", **assisted),
-        "dflash_hf, whole blocks": calls(most, **assisted),
+        "dflash_hf, whole blocks": calls(pair.most, **assisted),
         "dflash_hf": calls(**assisted),
     }
     zlab = _zlab(pair, new_tokens)
