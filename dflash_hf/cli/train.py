@@ -202,6 +202,7 @@ def train(
         features=features,
         features_dir=features_dir,
         bf16=bf16,
+        use_cpu=not torch.accelerator.is_available(),  # transformers asks for it by name where bf16 is to run on a CPU
         **({"gradient_checkpointing": True} if gradient_checkpointing else {}),
         logging_steps=log_every,
         eval_strategy="steps" if eval_every and held_out is not None else "no",
