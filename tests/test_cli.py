@@ -103,7 +103,8 @@ def test_generate_compares_with_plain(target_folder):
     assert "acceptance length" in result.output and "same tokens: yes" in result.output
 
 
-def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
+@pytest.mark.parametrize("precision", [["--muon-fp32"], ["--bf16"]])
+def test_train_writes_a_drafter_that_loads(target_folder, tmp_path, precision):
     rows = [{"prompt_ids": [3, 4, 5 + i], "response_ids": list(range(6, 30))} for i in range(6)]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
@@ -120,13 +121,13 @@ def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
         "127",
     ]
     arguments += ["--layers", "1", "--block-size", "4", "--taps", "0,1", "--anchors", "4", "--batch-size", "2"]
-    arguments += ["--max-steps", "2", "--eval-examples", "2", "--log-every", "1", "--optimizer", "muon", "--muon-fp32"]
+    arguments += ["--max-steps", "2", "--eval-examples", "2", "--log-every", "1", "--optimizer", "muon", *precision]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "eval_block_acceptance_length" in result.output
     card = (out / "README.md").read_text()
     command = next(line for line in card.splitlines() if line.startswith("dflash-hf train"))
-    for part in ("--data data.jsonl", "--mask-token-id 127", "--taps 0,1", "--optimizer muon --muon-fp32"):
+    for part in ("--data data.jsonl", "--mask-token-id 127", "--taps 0,1", "--optimizer muon", *precision):
         assert part in command
     assert "--epochs" not in command and "data.jsonl, 4 examples" in card and str(tmp_path) not in card
     arguments = ["generate", "--target", target_folder, "--drafter", str(out), "--prompt", "w5", "--dtype", "float32"]
