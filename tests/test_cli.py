@@ -412,6 +412,17 @@ def test_evaluate_generates_for_prompts_without_answers(tmp_path):
     assert "generation_acceptance_length" in result.output and "slot_accuracy" not in result.output
 
 
+@pytest.mark.parametrize(("every", "steps"), [("0", [3]), ("2", [2, 3])])
+def test_train_evaluates_once_at_the_end(target_folder, tmp_path, every, steps):
+    """transformers evaluates after the last update by itself where it evaluates at all."""
+    arguments = ["train", "--target", target_folder, "--data", tiny_data(tmp_path, 6)]
+    arguments += ["--output", str(tmp_path / "out"), "--init-from", str(PAIR / "drafter"), "--anchors", "4"]
+    result = runner.invoke(app, [*arguments, "--max-steps", "3", "--eval-examples", "2", "--eval-every", every])
+    assert result.exit_code == 0, result.output
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == steps
+
+
 def test_train_runs_the_drafter_every_few_steps(target_folder, tmp_path):
     """--generate-every logs the acceptance length of real generation on held-out prompts."""
     arguments = [

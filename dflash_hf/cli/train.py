@@ -238,7 +238,8 @@ def train(
         f"{len(trainer.train_dataset)} training {'rows' if packing else 'examples'}"
     )
     trainer.train(resume_from_checkpoint=resume or None)
-    if held_out is not None:
+    evaluated = {entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    if held_out is not None and trainer.state.global_step not in evaluated:
         trainer.evaluate()
     trainer.save_model(str(output))
     trainer.save_state()
