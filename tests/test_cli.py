@@ -103,7 +103,8 @@ def test_generate_compares_with_plain(target_folder):
     assert "acceptance length" in result.output and "same tokens: yes" in result.output
 
 
-def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
+@pytest.mark.parametrize("precision", [["--muon-fp32"], ["--bf16"]])
+def test_train_writes_a_drafter_that_loads(target_folder, tmp_path, precision):
     rows = [{"prompt_ids": [3, 4, 5 + i], "response_ids": list(range(6, 30))} for i in range(6)]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
@@ -120,7 +121,7 @@ def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
         "127",
     ]
     arguments += ["--layers", "1", "--block-size", "4", "--taps", "0,1", "--anchors", "4", "--batch-size", "2"]
-    arguments += ["--max-steps", "2", "--eval-examples", "2", "--log-every", "1", "--optimizer", "muon", "--muon-fp32"]
+    arguments += ["--max-steps", "2", "--eval-examples", "2", "--log-every", "1", "--optimizer", "muon", *precision]
     arguments += ["--frequent-tokens", "5"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -128,7 +129,7 @@ def test_train_writes_a_drafter_that_loads(target_folder, tmp_path):
     assert "eval_block_acceptance_length" in result.output
     card = (out / "README.md").read_text()
     command = next(line for line in card.splitlines() if line.startswith("dflash-hf train"))
-    for part in ("--data data.jsonl", "--mask-token-id 127", "--taps 0,1", "--optimizer muon --muon-fp32"):
+    for part in ("--data data.jsonl", "--mask-token-id 127", "--taps 0,1", "--optimizer muon", *precision):
         assert part in command
     assert "--epochs" not in command and "data.jsonl, 4 examples" in card and str(tmp_path) not in card
     arguments = ["generate", "--target", target_folder, "--drafter", str(out), "--prompt", "w5", "--dtype", "float32"]
@@ -412,6 +413,17 @@ def test_evaluate_generates_for_prompts_without_answers(tmp_path):
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "generation_acceptance_length" in result.output and "slot_accuracy" not in result.output
+
+
+@pytest.mark.parametrize(("every", "steps"), [("0", [3]), ("2", [2, 3])])
+def test_train_evaluates_once_at_the_end(target_folder, tmp_path, every, steps):
+    """transformers evaluates after the last update by itself where it evaluates at all."""
+    arguments = ["train", "--target", target_folder, "--data", tiny_data(tmp_path, 6)]
+    arguments += ["--output", str(tmp_path / "out"), "--init-from", str(PAIR / "drafter"), "--anchors", "4"]
+    result = runner.invoke(app, [*arguments, "--max-steps", "3", "--eval-examples", "2", "--eval-every", every])
+    assert result.exit_code == 0, result.output
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == steps
 
 
 def test_train_runs_the_drafter_every_few_steps(target_folder, tmp_path):

@@ -206,6 +206,7 @@ def train(
         features=features,
         features_dir=features_dir,
         bf16=bf16,
+        use_cpu=not torch.accelerator.is_available(),  # transformers asks for it by name where bf16 is to run on a CPU
         **({"gradient_checkpointing": True} if gradient_checkpointing else {}),
         logging_steps=log_every,
         eval_strategy="steps" if eval_every and held_out is not None else "no",
@@ -241,7 +242,8 @@ def train(
         f"{len(trainer.train_dataset)} training {'rows' if packing else 'examples'}"
     )
     trainer.train(resume_from_checkpoint=resume or None)
-    if held_out is not None:
+    evaluated = {entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    if held_out is not None and trainer.state.global_step not in evaluated:
         trainer.evaluate()
     trainer.save_model(str(output))
     trainer.save_state()
