@@ -79,7 +79,8 @@ def test_shards_over_a_single_file(drafter, folder, tmp_path):
     other.save_pretrained(tmp_path / "out")
     again = DFlashDraftModel.from_pretrained(tmp_path / "out")
     assert all(theirs.equal(ours) for theirs, ours in zip(again.parameters(), other.parameters()))
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    weights = [file.name for file in (tmp_path / "out").iterdir() if "model" in file.name]
+    assert weights == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -5,7 +5,7 @@ and rollback; wrong features make it guess.
 """
 
 import torch
-from conftest import tiny_drafter
+from conftest import in_whole_blocks, tiny_drafter
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.target import FeatureCapture, embed_tokens
@@ -77,7 +77,7 @@ class KnowingDrafter(DFlashDraftModel):
 
 def knowing_drafter(target, **more) -> KnowingDrafter:
     """One that fits `target`; `know` must be called before it drafts."""
-    drafter = tiny_drafter(target, **more)
+    drafter = in_whole_blocks(tiny_drafter(target, **more))
     drafter.__class__ = KnowingDrafter
     return drafter
 

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from conftest import in_whole_blocks
 from datasets import Dataset
 from training_helpers import arguments
 
@@ -41,7 +42,7 @@ def test_trained_drafter_accepts_more_than_three_tokens_a_round(trained_pair, tm
     config = DFlashConfig.from_target(
         target.config, mask_token_id=127, num_hidden_layers=2, block_size=8, target_layer_ids=[0, 1, 2]
     )
-    drafter = DFlashDraftModel(config)
+    drafter = in_whole_blocks(DFlashDraftModel(config))
     text = answers(target, prompts(288, seed=1))
     data = Dataset.from_dict(
         {"prompt_ids": text[:, :PROMPT].tolist(), "response_ids": text[:, PROMPT:].tolist()},
