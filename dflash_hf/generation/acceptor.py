@@ -168,7 +168,7 @@ class Acceptor:
                 else:
                     token, accepted = accept_one(
                         draft=proposal,
-                        draft_scores=None if proposal is None else draft_scores[row, position],
+                        draft_scores=None if draft_scores is None or proposal is None else draft_scores[row, position],
                         scores=scores[row],
                         do_sample=True,
                     )

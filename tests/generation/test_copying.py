@@ -19,6 +19,7 @@ from test_sampling import (
     p_value_of,
     rows,  # noqa: F401
 )
+from transformers import LogitsProcessorList
 
 from dflash_hf.errors import DFlashConfigError
 from dflash_hf.generation import acceptance, copying
@@ -149,6 +150,20 @@ def test_repeated_text_is_copied(batch_size):
     stats = drafter.last_generation_stats
     assert stats.copied > 5 and max(stats.proposed) == 8
     assert stats.rounds < 100
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["rows apart", "in step"])
+def test_sampled_batches_copy(in_step):
+    """With top-k 1 sampling has one outcome, so that text can be compared; an own processor makes rows go in step."""
+    target = repetitive_target()
+    drafter = by_cost(drafter_for(target, layers=1, block_size=4, target_layer_ids=[0]), **FREE)
+    drafter.generation_config.prompt_lookup_num_tokens = None
+    ids = torch.cat([prompt(8, vocab=VOCAB, seed=seed) for seed in range(3)])
+    options = {"max_new_tokens": 120, "do_sample": True, "top_k": 1}
+    if in_step:
+        options["logits_processor"] = LogitsProcessorList([lambda input_ids, scores: scores])
+    assert_same_ids(target, drafter, ids, **options)
+    assert drafter.last_generation_stats.copied > 5
 
 
 def test_copying_can_be_switched_off():
