@@ -45,6 +45,7 @@ class Case:
     image: bool = False
     embeds: bool = False
     scores: bool = False
+    by_cost: str | None = None
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value is not None and value != [])
@@ -70,6 +71,7 @@ def draw_case(seed: int) -> Case:
         chunk=rng.choice([None, None, None, rng.randint(1, 9)]),
         scores=rng.random() < 0.3,
     )
+    case.by_cost = random.Random(-seed).choice([None, "usual", "free"])  # does not change the rest of a seed's case
     case.masked = batch > 1 or rng.random() < 0.5
     case.image = case.target in VISION and rng.random() < 0.6
     case.embeds = case.target not in VISION and case.cache is None and rng.random() < 0.08

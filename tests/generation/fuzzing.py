@@ -29,6 +29,8 @@ from fuzz_targets import CANNOT_VERIFY, build_target, image_inputs  # noqa: E402
 from generation_helpers import CACHE_NAME, cache_of  # noqa: E402
 from knowing_drafter import knowing_drafter, recorded  # noqa: E402
 
+from dflash_hf.generation.round_costs import conditions_of  # noqa: E402
+
 # Margin between the two largest scores below which the choice is rounding.
 TIE = 1e-4
 SAME, REFUSED, NO_ORACLE, DRAW = "same", "refused", "plain fails", "tie"
@@ -104,7 +106,13 @@ def _plain(case: Case, target, inputs: dict, width: int):
 def _assisted(case: Case, target, inputs: dict, options: dict, expected, features):
     """The same call with a drafter that knows the answer as well as the case says; the output and the drafter."""
     drafter = knowing_drafter(target, block_size=case.block_size, layers=1, target_layer_ids=case.taps)
-    drafter.generation_config.num_assistant_tokens = case.num_assistant_tokens
+    knobs = drafter.generation_config
+    knobs.num_assistant_tokens = case.num_assistant_tokens
+    if case.by_cost is not None:  # copying too
+        knobs.num_assistant_tokens_schedule = None
+    if case.by_cost == "free":
+        costs = {"draft": [[1, 0.01]], "verify": [[1, 1.0], [40, 1.01]], "batch_size": 1, "context_length": 8}
+        knobs.dflash_round_costs = [{**conditions_of(target), **costs}]
     text = expected.sequences
     if "input_ids" not in inputs:  # embeddings stand in front of the text
         text = torch.nn.functional.pad(text, (inputs["inputs_embeds"].shape[1], 0))
