@@ -18,7 +18,19 @@ import torch
 import transformers
 import typer
 from datasets import load_dataset
-from quickstart import DRAFTER, configure, console, load_target
+from quickstart import (
+    DRAFTER,
+    Drafter,
+    Dtype,
+    Json,
+    Pack,
+    Proposals,
+    Target,
+    WholeVocabulary,
+    configure,
+    console,
+    load_target,
+)
 from rich.progress import track
 
 from dflash_hf import DFlashDraftModel
@@ -29,24 +41,18 @@ from dflash_hf.evaluation.comparison import Comparison, compare, write_result
 def main(
     data: Annotated[str | None, typer.Option(help="JSONL file with a `question` column.")] = None,
     limit: Annotated[int, typer.Option(help="Number of questions, from the first.")] = 40,
-    target: Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")] = None,
-    drafter: Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")] = str(DRAFTER),
+    target: Target = None,
+    drafter: Drafter = str(DRAFTER),
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
     stock: Annotated[bool, typer.Option("--stock", help="Also run transformers' own DFlash loop.")] = False,
-    num_assistant_tokens: Annotated[
-        int | None, typer.Option(help="Send only this many proposals of a block to the target.")
-    ] = None,
+    num_assistant_tokens: Proposals = None,
     whole_blocks: Annotated[
         bool, typer.Option("--whole-blocks", help="Verify whole blocks, whatever they cost.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="Of both models; fp32 on a CPU by default.")] = None,
-    pack: Annotated[
-        bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
-    ] = None,
-    whole_vocabulary: Annotated[
-        bool, typer.Option("--whole-vocabulary", help="Ignore the drafter's index of frequent tokens.")
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    dtype: Dtype = None,
+    pack: Pack = None,
+    whole_vocabulary: WholeVocabulary = False,
+    json_file: Json = None,
 ) -> None:
     """Run the comparison and print the totals."""
     model, tokenizer = load_target(target, dtype)

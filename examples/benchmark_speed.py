@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from datasets import load_dataset
-from quickstart import DRAFTER, configure, console, load_target
+from quickstart import DRAFTER, Drafter, Dtype, Json, Pack, Target, configure, console, load_target
 from rich.table import Table
 
 from dflash_hf import DFlashDraftModel, calibrate
@@ -57,13 +57,8 @@ POEM = "Write a strange poem about rust, moths and the sea."
 
 app = typer.Typer(add_completion=False)
 Data = Annotated[str | None, typer.Option(help="JSONL file with a `question` column.")]
-Target = Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")]
-Drafter = Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")]
-Dtype = Annotated[str | None, typer.Option(help="Of both models; fp32 on a CPU by default.")]
-Pack = Annotated[bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers; by default on a CPU in fp32.")]
 Repeats = Annotated[int, typer.Option(help="Runs of each way.", min=1)]
 NewTokens = Annotated[int, typer.Option(help="Most new tokens of an answer.", min=2)]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]
 # One way of generating: runs, and returns the ids.
 Way = Callable[[], torch.Tensor]
 

@@ -33,6 +33,20 @@ QUESTIONS = (
     "it travel in all?",
 )
 console = Console()
+# Options that the benchmarks share.
+Target = Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")]
+Drafter = Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Of both models; fp32 on a CPU by default. bfloat16 is faster on a CPU with AMX.")
+]
+Pack = Annotated[bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers; by default on a CPU in fp32.")]
+WholeVocabulary = Annotated[
+    bool, typer.Option("--whole-vocabulary", help="Ignore the drafter's index of frequent tokens.")
+]
+Proposals = Annotated[
+    int | None, typer.Option(help="Send only this many proposals of a block to the target; by default by cost.")
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]
 
 
 def packaged_target() -> tuple[str, str] | None:
@@ -79,22 +93,14 @@ def configure(model, draft, *, pack: bool | None, whole_vocabulary: bool) -> dic
 
 def main(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own question; may be given several times.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub repository or folder of the target.")] = None,
-    drafter: Annotated[str, typer.Option(help="Hub repository or folder of the drafter.")] = str(DRAFTER),
+    target: Target = None,
+    drafter: Drafter = str(DRAFTER),
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
-    num_assistant_tokens: Annotated[
-        int | None, typer.Option(help="Send only this many proposals of a block to the target.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of both models; fp32 on a CPU by default. bfloat16 is faster on a CPU with AMX.")
-    ] = None,
-    pack: Annotated[
-        bool | None, typer.Option("--pack/--no-pack", help="Pack linear layers for the CPU; by default on a CPU.")
-    ] = None,
-    whole_vocabulary: Annotated[
-        bool, typer.Option("--whole-vocabulary", help="Ignore the drafter's index of frequent tokens.")
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    num_assistant_tokens: Proposals = None,
+    dtype: Dtype = None,
+    pack: Pack = None,
+    whole_vocabulary: WholeVocabulary = False,
+    json_file: Json = None,
 ) -> None:
     """Compare plain generation with DFlash on three questions, or on your own."""
     model, tokenizer = load_target(target, dtype)
