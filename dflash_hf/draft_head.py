@@ -86,7 +86,9 @@ class DraftHead:
         if self.frequent is not None:
             return self.spread(self.frequent_logits(hidden_states))
         logits = self.head(hidden_states.to(execution_device(self.head.head)))
-        return self._on_target_vocabulary(logits if self.token_ids is not None else logits[..., : self.rows])
+        if self.token_ids is None and self.rows is not None:
+            logits = logits[..., : self.rows]
+        return self._on_target_vocabulary(logits)
 
     def frequent_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft logits `[..., v]` over the tokens of `frequent`, in its order.
@@ -129,7 +131,7 @@ class DraftHead:
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[..., : self.vocab_size]
+        return logits if missing == 0 else logits[..., : self.vocab_size]
 
 
 class Walk:

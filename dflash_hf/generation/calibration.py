@@ -106,7 +106,7 @@ def _measure(
     def draft(count: int) -> None:
         # As after a round that accepted one proposal.
         generator.add_context(features[:, :2], positions[:, -1:] + 1 + torch.arange(2, device=generator.device))
-        generator.draft(list(ids.split(1)), count)
+        generator.draft(ids[:, -1:], count, prefixes=lambda: list(ids.split(1)))
         generator.lengths = [context_length] * batch_size
         generator.cache.crop(context_length)
 

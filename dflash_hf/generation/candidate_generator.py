@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +23,20 @@ _MOST_PENDING = 64
 
 @dataclass
 class _Context:
-    """Features that are not in the drafter's cache yet, and where the next block begins."""
+    """Features that are not in the drafter's cache yet, and where the next block begins.
+
+    Attributes:
+        features: `[b, n, K * H_t]`.
+        positions: `[b, n]`; of a single sequence `[1, n + B]`, those of the next block included.
+        counts: real features of each sequence.
+        anchors: `[b, 1]` positions of the next blocks' first slots; None for a single sequence.
+        real: `[b, n]`, which features those are; None for a single sequence, where all are.
+    """
 
     features: torch.Tensor
     positions: torch.LongTensor
-    anchors: torch.LongTensor
     counts: list[int]
+    anchors: torch.LongTensor | None = None
     real: torch.BoolTensor | None = None
 
 
@@ -100,7 +109,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.rows = list(range(batch_size))
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
-        self._block = self.head.embed(masks).to(self.device).clone()
+        self._set_block(self.head.embed(masks).to(self.device).clone())
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._pending: _Context | None = None
 
@@ -116,7 +125,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         Args:
             features: `[b, n, K * H_t]` raw concat.
-            position_ids: `[b, n]`, absolute.
+            position_ids: `[b, n]`, absolute; of a single sequence may go on over the next block, `[1, n + B]`.
             real: `[b, n]`, which positions are to be taken; None for all of them.
             counts: instead of `real`, how many of each row, from its first one on.
         """
@@ -129,7 +138,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
                     features[:, real[0].to(features.device)],
                     position_ids[:, real[0].to(self.device)],
                 )
-            self._take(_Context(features, position_ids, position_ids[:, -1:] + 1, [features.shape[1]]))
+            count = features.shape[1]
+            if position_ids.shape[1] == count:
+                position_ids = self._with_block(position_ids, position_ids[:, -1:] + 1)
+            self._take(_Context(features, position_ids, [count]))
             return
         if counts is not None:
             columns = torch.arange(features.shape[1], device=self.device)
@@ -141,7 +153,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             real = real.to(self.device)
             counts = real.sum(dim=1).tolist()
         anchors = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
-        self._take(_Context(features, position_ids, anchors, counts, real))
+        self._take(_Context(features, position_ids, counts, anchors, real))
+
+    def _with_block(self, positions: torch.LongTensor, anchors: torch.LongTensor) -> torch.LongTensor:
+        return torch.cat([positions, anchors + self._offsets], dim=1)
 
     def _take(self, new: _Context) -> None:
         """Keep features for the next draft, with those that rounds without a draft left here."""
@@ -150,13 +165,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.flush()
             old = None
         if old is not None:
-            real = None if new.real is None else torch.cat([old.real, new.real], dim=1)
+            together = new.anchors is not None
             new = _Context(
                 torch.cat([old.features, new.features], dim=1),
-                torch.cat([old.positions, new.positions], dim=1),
-                torch.maximum(old.anchors, new.anchors),
+                torch.cat([old.positions[:, : old.features.shape[1]], new.positions], dim=1),
                 [sum(both) for both in zip(old.counts, new.counts)],
-                real,
+                torch.maximum(old.anchors, new.anchors) if together else None,
+                torch.cat([old.real, new.real], dim=1) if together else None,
             )
         self._pending = new
 
@@ -167,7 +182,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return
         if new.real is not None:
             self._place(new, block=False)
-        self.drafter.append_context(new.features, position_ids=new.positions, cache=self.cache)
+        positions = new.positions[:, : new.features.shape[1]]
+        self.drafter.append_context(new.features, position_ids=positions, cache=self.cache)
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self._pending = None
 
@@ -193,12 +209,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 tensor[index] for tensor in (new.features, new.positions, new.anchors, new.real)
             )
             if len(rows) == 1:
-                features, positions, real = features[:, real[0]], positions[:, real[0]], None
-            self._pending = _Context(features, positions, anchors, [new.counts[row] for row in rows], real)
-        self._block = self._block[index]
+                features, positions = features[:, real[0]], self._with_block(positions[:, real[0]], anchors)
+                anchors = real = None
+            self._pending = _Context(features, positions, [new.counts[row] for row in rows], anchors, real)
+        self._set_block(self._block[index])
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.select(index, length=max(self.lengths))
         self.rows = [self.rows[row] for row in rows]
+
+    def _set_block(self, block: torch.Tensor) -> None:
+        self._block, self._first_slot = block, block.narrow(1, 0, 1)
 
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
         """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`, before any correction.
@@ -206,14 +226,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         They cover the frequent tokens alone where the drafter has an index of them and no processor looks at token ids.
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
-        self._block[:, :1] = self.head.embed(anchor).to(self.device)
-        new = self._pending
-        if new.real is not None:
+        self._first_slot.copy_(self.head.embed(anchor))
+        new, positions = self._pending, self._pending.positions
+        if new.anchors is not None:
+            positions = self._with_block(positions, new.anchors)
             self._place(new, block=True)
         hidden = self.drafter(
             self._block,
             new.features,
-            position_ids=torch.cat([new.positions, new.anchors + self._offsets], dim=1),
+            position_ids=positions,
             cache=self.cache,
         ).last_hidden_state
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
@@ -223,18 +244,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return self.head.frequent_logits(self._hidden) if self._narrow else self.head.logits(self._hidden)
 
     def propose(
-        self, prefixes: list[torch.LongTensor], num_tokens: int
+        self, anchor: torch.LongTensor, num_tokens: int, *, prefixes: Callable[[], list[torch.LongTensor]]
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Propose tokens after each row's newest one (its anchor).
+        """Propose tokens after each row's newest one.
 
         Args:
-            prefixes: ids `[1, n]` of each row, prompt included; the last one is the anchor.
+            anchor: that newest one, `[b, 1]`.
             num_tokens: how many to propose.
+            prefixes: gives the ids `[1, n]` of each row up to its anchor; asked where a proposal depends on them.
 
         Returns:
             proposals `[b, num_tokens]`, and when sampling the scores `[b, num_tokens, V]` whose softmax is q.
         """
-        tokens, scores = self.draft(prefixes, num_tokens)
+        tokens, scores = self.draft(anchor, num_tokens, prefixes=prefixes)
         if self.confidence_threshold:
             sure = self.confidences(scores) >= self.confidence_threshold
             # One transfer a round: the host sizes the verification. The longest row decides; what is dropped is dropped
@@ -244,13 +266,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._proposed = tokens.shape[1]
         return tokens, self.over_vocabulary(scores) if self.do_sample else None
 
-    def draft(self, prefixes: list[torch.LongTensor], num_tokens: int) -> tuple[torch.LongTensor, torch.Tensor]:
+    def draft(
+        self, anchor: torch.LongTensor, num_tokens: int, *, prefixes: Callable[[], list[torch.LongTensor]]
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
         """As `propose`, but with all tokens and always with scores, which may cover the frequent tokens alone."""
-        anchors = [prefix[:, -1:] for prefix in prefixes]
-        anchor = anchors[0] if len(anchors) == 1 else torch.cat(anchors)
         logits = self.draft_logits(anchor, num_tokens).to(anchor.device)
         if self.in_order:
-            return self._from_left_to_right(prefixes, logits)
+            return self._from_left_to_right(prefixes(), logits)
         scores = logits
         if self.do_sample or self.processors.draft:
             scores = self._usable(self.processors.on_rows(logits.float(), draft=True))
@@ -299,7 +321,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         `num_tokens` is `num_proposals` by default.
         """
         num_tokens = self.num_proposals if num_tokens is None else num_tokens
-        tokens, scores = self.propose(list(input_ids.split(1)), num_tokens)
+        tokens, scores = self.propose(input_ids[:, -1:], num_tokens, prefixes=lambda: list(input_ids.split(1)))
         return torch.cat([input_ids, tokens], dim=1), scores
 
     def _choose(self, scores: torch.Tensor) -> torch.LongTensor:

@@ -85,6 +85,7 @@ class DFlashDecoding:
             generation_config=generation_config,
             model_kwargs=model_kwargs,
             room=_FIRST_ROOM,
+            ahead=drafter.config.block_size,
             position_limit=self.position_limit,
         )
         # The caller may use it again: it has to hold all rows, and the drafter's context stays with it.
@@ -246,17 +247,18 @@ class DFlashDecoding:
         """Draft, verify, accept, roll back."""
         started = time.perf_counter()
         sequences, pending = self.sequences, self.pending
-        proposals, draft_scores = sequences.window(self.rows, self._newest(), 0), None
+        newest = self._newest()
         budget = self._budget()
         if budget > 0:
             proposals, draft_scores = self.proposer.propose(
                 self.rows, live=self.acceptor.live, limit=budget, pending=pending
             )
             budget = proposals.shape[1]
+        else:
+            proposals, draft_scores = sequences.window(self.rows, newest, 0), None
         self.stats.draft_seconds += time.perf_counter() - started
         sequences.reserve(budget + 1)
-        starts = [newest - pending for newest in self._newest()]
-        ids = torch.cat([sequences.window(self.rows, starts, pending + 1), proposals], dim=1)
+        ids = sequences.followed_by(proposals, rows=self.rows, starts=[column - pending for column in newest])
         cached = self._cached()
         if budget > 0:
             self.rollback.remember()
@@ -277,8 +279,10 @@ class DFlashDecoding:
         )
         if any(self.acceptor.live) or self.cache_is_kept:
             longest = max(kept)
-            features = self.capture.take(self.generator.device)[:, pending : pending + longest]
-            positions = self.forward.new_positions([start + pending for start in cached], longest)
+            features = self.capture.take(self.generator.device).narrow(1, pending, longest)
+            # Of one sequence, those of the next block as well: they follow.
+            ahead = self.generator.block_size if len(self.rows) == 1 else 0
+            positions = self.forward.new_positions([start + pending for start in cached], longest + ahead)
             self.generator.add_context(features, positions, counts=kept)
         self._roll_back(cached, kept, ran=pending + budget + 1)
         self._let_rows_leave()

@@ -74,9 +74,12 @@ class Proposer:
         """
         self._forget_round()
         drafts = min(limit, self.generator.num_proposals)
-        prefixes = [self.sequences.prefix(row) for row in rows]
+        sequences = self.sequences
+        newest = [sequences.lengths[row] - 1 for row in rows]
         if self.length is None:
-            return self.generator.propose(prefixes, drafts)
+            return self.generator.propose(
+                sequences.window(rows, newest, 1), drafts, prefixes=lambda: list(map(sequences.prefix, rows))
+            )
         self._pending = pending
         alive = [index for index, row in enumerate(rows) if live[row]]
         copies = self._look_up(rows, alive)
@@ -86,7 +89,9 @@ class Proposer:
         width = self.length.width(drafts, pending=pending)
         if not width:
             return self._of_copies(len(rows), {}, 0), None
-        tokens, scores = self.generator.draft(prefixes, width)
+        tokens, scores = self.generator.draft(
+            sequences.window(rows, newest, 1), width, prefixes=lambda: list(map(sequences.prefix, rows))
+        )
         self._drafted = width
         if self.length.needs_confidence:
             # One transfer a round: the host sizes the verification.

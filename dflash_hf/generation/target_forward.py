@@ -59,6 +59,7 @@ class TargetForward:
         generation_config: prepared by `generate`.
         model_kwargs: prepared by `generate`.
         room: tokens after the prompt that positions and mask are laid out for at first; it doubles as needed.
+        ahead: of how many tokens after these `new_positions` may be asked.
         position_limit: rows of the target's table of positions, if it has one.
 
     Attributes:
@@ -75,6 +76,7 @@ class TargetForward:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         room: int,
+        ahead: int,
         position_limit: int | None = None,
     ):
         self.position_limit = position_limit
@@ -84,7 +86,7 @@ class TargetForward:
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
         self.key = cache_key(target, model_kwargs)
-        self._room = room
+        self._room, self._ahead = room, ahead
         self._takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
         others = [value for name, value in model_kwargs.items() if name not in _PLAIN_INPUTS]
         self.rows_may_leave = not any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others)
@@ -139,7 +141,7 @@ class TargetForward:
 
     def _lay_out(self) -> None:
         device = self.input_ids.device
-        ahead = torch.arange(self._room + 1, device=device)
+        ahead = torch.arange(self._room + 1 + self._ahead, device=device)
         position_ids, mask = self._start["position_ids"], self._start["attention_mask"]
         self._positions = None if position_ids is None else position_ids[..., -1:] + 1 + ahead
         if self._positions is not None and self.position_limit is not None:
@@ -154,7 +156,7 @@ class TargetForward:
         self._seen = seen.shape[1]
         self._mask, self._masked = None, 0
         if mask is not None:
-            self._mask = torch.cat([mask, mask.new_ones((mask.shape[0], self._room + 1))], dim=1)
+            self._mask = torch.cat([mask, mask.new_ones((mask.shape[0], len(ahead)))], dim=1)
             self._masked = mask.shape[1]
 
     def prompt_positions(self, count: int) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
@@ -172,14 +174,14 @@ class TargetForward:
 
     def new_positions(self, starts: list[int], count: int) -> torch.LongTensor:
         """Positions `[n, count]` of generated tokens from `starts[i]` on (0 is the first generated one)."""
-        return self._of_rows(self._drafter_positions[:, self._seen :], starts, count)
+        return self._of_rows(self._drafter_positions, [self._seen + start for start in starts], count)
 
     @staticmethod
     def _of_rows(values: torch.Tensor, starts: list[int], count: int) -> torch.Tensor:
         """`count` columns from `starts[i]` on of each row of `values [..., n or 1, m]`."""
         start = starts[0]
         if min(starts) == max(starts):
-            return values[..., start : start + count]
+            return values.narrow(-1, start, count)
         columns = torch.tensor(starts, device=values.device)[:, None] + torch.arange(count, device=values.device)
         values = values.expand(*values.shape[:-2], len(starts), values.shape[-1])
         return values.gather(-1, columns.expand(*values.shape[:-1], count))
