@@ -5,7 +5,6 @@ Hooks that are added to a compiled model are skipped by its graphs, so the state
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -13,13 +12,8 @@ import torch
 from torch import nn
 from transformers.generation.configuration_utils import CompileConfig
 
+from .graphs import Graphs, graphs_of
 from .target import FeatureCapture
-
-# Graphs of all targets of a process: a few row counts, each for a few lengths of the static cache. torch's own limit is
-# 8; past it a forward pass runs as it is, hooks included.
-_MOST_GRAPHS = 64
-# The compiled function of each target, and what it was compiled for; gone with the target.
-_COMPILED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class _AlwaysCapture(FeatureCapture):
@@ -42,8 +36,7 @@ class CompiledForward:
         # Not the target itself: this object is kept in a dictionary that the target's end has to clear.
         self._target = weakref.ref(target)
         self._capture = _AlwaysCapture(target, layer_ids)
-        self._one_at_a_time = threading.Lock()
-        self._function = torch.compile(_forward, **compile_config.to_dict())
+        self._graphs = Graphs(_forward, compile_config)
 
     def __call__(self, capture: FeatureCapture, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         """Run it.
@@ -55,15 +48,8 @@ class CompiledForward:
         Returns:
             the model's outputs, and a state `[b, n, H_t]` for each tap.
         """
-        with (
-            self._one_at_a_time,
-            capture.suspended(),
-            self._capture,
-            torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
-        ):
-            if torch.cuda.is_available():
-                torch.compiler.cudagraph_mark_step_begin()
-            outputs, states = self._function(self._target(), self._capture, inputs)
+        with self._graphs.lock, capture.suspended(), self._capture:
+            outputs, states = self._graphs(self._target(), self._capture, inputs)
             # The next run of a CUDA graph writes into the same memory.
             outputs.logits = outputs.logits.clone()
             return outputs, [state.clone() for state in states]
@@ -75,19 +61,11 @@ def _forward(target: nn.Module, capture: _AlwaysCapture, inputs: dict[str, Any])
     return outputs, capture.states()
 
 
-def compiled_forward(target: nn.Module, layer_ids: list[int], compile_config: CompileConfig | None) -> CompiledForward:
+def compiled_forward(target: nn.Module, layer_ids: list[int], compile_config: CompileConfig) -> CompiledForward:
     """The compiled function of a target, made once for each tap list and compile configuration.
 
     Args:
-        target, layer_ids: see `CompiledForward`.
-        compile_config: of the call, or None for the one that plain generation takes.
+        target, layer_ids, compile_config: see `CompiledForward`.
     """
-    config = compile_config
-    if config is None:
-        config = target._default_compile_config()
-        config.dynamic = False  # row counts are few already, and graphs of fixed shapes are faster
-    key = (tuple(layer_ids), repr(config.to_dict()))
-    known = _COMPILED.setdefault(target, {})
-    if key not in known:
-        known[key] = CompiledForward(target, layer_ids, config)
-    return known[key]
+    key = (tuple(layer_ids), repr(compile_config.to_dict()))
+    return graphs_of(target, key, lambda: CompiledForward(target, layer_ids, compile_config))

@@ -95,15 +95,7 @@ class DraftCache:
 
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether rows of a drafter with this parameter can be added: its device and dtype, outside inference mode."""
-        return all(
-            buffer is None
-            or (
-                buffer.device == parameter.device
-                and buffer.dtype == parameter.dtype
-                and (torch.is_inference_mode_enabled() or not buffer.is_inference())
-            )
-            for buffer in self._buffers
-        )
+        return all(_takes(buffer, parameter) for buffer in self._buffers)
 
     def select(self, rows: torch.LongTensor, *, length: int) -> None:
         """Keep only some sequences of the batch, the longest of which has `length` rows."""
@@ -112,3 +104,86 @@ class DraftCache:
         if len(rows) == 1:  # its rows follow each other again
             self._columns = self.row_ends = None
             self._first = 0
+
+
+class StaticDraftCache(DraftCache):
+    """A draft cache with a fixed number of columns, all of which `update` returns; a mask of `row_ends` hides the rest.
+
+    Where rows go is always said by `place`: nothing depends on a length of the host, so that a graph can use it.
+
+    Args:
+        num_layers: number of draft layers.
+        batch_size: b.
+        columns: of each sequence. One more is there for rows that nobody may see.
+        buffers: keys and values `[b, columns + 1, kv_heads, head_dim]` of each layer; made at the first update if None.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        batch_size: int,
+        columns: int,
+        buffers: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ):
+        super().__init__(num_layers)
+        self.batch_size, self.columns = batch_size, columns
+        self.buffers = [] if buffers is None else buffers
+
+    def has_room(self, batch_size: int, columns: int) -> bool:
+        """Whether it is for `batch_size` sequences of up to `columns` rows."""
+        return self.batch_size == batch_size and self.columns >= columns
+
+    def place(self, columns: torch.LongTensor, *, row_ends: torch.LongTensor, end: int, first: int = 0) -> None:
+        """As `DraftCache.place`, but all columns are returned, whatever `first` is."""
+        super().place(columns, row_ends=row_ends, end=end)
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *, block_length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DraftCache.update`, but with all columns."""
+        if layer_idx == len(self.buffers):
+            self.buffers.append((self._empty(keys), self._empty(values)))
+        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        seen = []
+        for buffer, new in zip(self.buffers[layer_idx], (keys, values)):
+            buffer.index_put_((rows, self._columns), new.transpose(1, 2).to(buffer.dtype))
+            seen.append(buffer.transpose(1, 2))
+        return seen[0], seen[1]
+
+    def _empty(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, dim = states.shape
+        buffer = states.new_zeros((batch, self.columns + 1, heads, dim))
+        torch._dynamo.mark_static_address(buffer)  # a CUDA graph writes into it instead of into a copy
+        return buffer
+
+    def crop(self, length: int) -> None:
+        """Nothing to do: what `place` does not count is hidden."""
+
+    def fits(self, parameter: torch.Tensor) -> bool:
+        """Whether rows of a drafter with this parameter can be added."""
+        return all(_takes(buffer, parameter) for pair in self.buffers for buffer in pair)
+
+    def load(self, cache: DraftCache, *, length: int) -> None:
+        """Take over the first `length` columns of another cache, as far as it has them."""
+        columns = torch.arange(length, device=cache._buffers[0].device).expand(self.batch_size, -1)
+        self.place(columns, row_ends=columns[:, 0], end=length)
+        for layer_idx, buffer in enumerate(cache._buffers):
+            self.update(buffer[0, :, :, :length], buffer[1, :, :, :length], layer_idx)
+
+    def as_dynamic(self, length: int) -> DraftCache:
+        """A copy of the first `length` columns in a cache that grows."""
+        cache = DraftCache(len(self.buffers))
+        cache.window = self.window
+        for layer_idx, pair in enumerate(self.buffers):
+            keys, values = (buffer[:, :length].transpose(1, 2) for buffer in pair)
+            cache.update(keys, values, layer_idx)
+        return cache
+
+
+def _takes(buffer: torch.Tensor | None, parameter: torch.Tensor) -> bool:
+    return buffer is None or (
+        buffer.device == parameter.device
+        and buffer.dtype == parameter.dtype
+        and (torch.is_inference_mode_enabled() or not buffer.is_inference())
+    )

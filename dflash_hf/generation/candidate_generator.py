@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..compiled_draft import CompiledDraft
 from ..draft_cache import DraftCache
 from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
@@ -27,10 +28,10 @@ class _Context:
 
     Attributes:
         features: `[b, n, K * H_t]`.
-        positions: `[b, n]`; of a single sequence `[1, n + B]`, those of the next block included.
+        positions: `[b, n]`; where rows are contiguous `[1, n + B]`, those of the next block included.
         counts: real features of each sequence.
-        anchors: `[b, 1]` positions of the next blocks' first slots; None for a single sequence.
-        real: `[b, n]`, which features those are; None for a single sequence, where all are.
+        anchors: `[b, 1]` positions of the next blocks' first slots; None where rows are contiguous.
+        real: `[b, n]`, which features those are; None where rows are contiguous: all of them.
     """
 
     features: torch.Tensor
@@ -107,11 +108,39 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.cache.window = _context_window(drafter)
         self.lengths = [0] * batch_size if lengths is None else list(lengths)
         self.rows = list(range(batch_size))
+        self._graphs: CompiledDraft | None = None
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
         self._set_block(self.head.embed(masks).to(self.device).clone())
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._pending: _Context | None = None
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether new context rows simply follow those before them: of one sequence, where no graph takes them."""
+        return len(self.lengths) == 1 and self._graphs is None
+
+    def use_graphs(self, graphs: CompiledDraft, *, columns: int) -> None:
+        """Run draft forward passes as graphs from now on; before any context is added.
+
+        Args:
+            graphs: of this drafter.
+            columns: of the target's cache, the most that a sequence can have.
+        """
+        cache = graphs.take_cache(batch_size=len(self.lengths), columns=columns + self.block_size)
+        cache.window = self.cache.window
+        if any(self.lengths):
+            cache.load(self.cache, length=max(self.lengths))
+        self._graphs, self.cache = graphs, cache
+
+    def finish(self) -> None:
+        """Called once at the end."""
+        if self._graphs is not None:
+            self._graphs.give_back(self.cache)
+
+    def cache_to_keep(self) -> DraftCache:
+        """Keys and values of the context, for a later call."""
+        return self.cache if self._graphs is None else self.cache.as_dynamic(max(self.lengths))
 
     def add_context(
         self,
@@ -130,7 +159,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             counts: instead of `real`, how many of each row, from its first one on.
         """
         position_ids = position_ids.to(self.device)
-        if len(self.lengths) == 1:
+        if self.contiguous:
             if counts is not None and counts[0] < features.shape[1]:
                 features, position_ids = features[:, : counts[0]], position_ids[:, : counts[0]]
             if real is not None:
@@ -143,7 +172,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 position_ids = self._with_block(position_ids, position_ids[:, -1:] + 1)
             self._take(_Context(features, position_ids, [count]))
             return
-        if counts is not None:
+        prefix = counts is not None
+        if prefix:
             columns = torch.arange(features.shape[1], device=self.device)
             real = columns < torch.tensor(counts, device=self.device)[:, None]
         elif real is None:
@@ -153,7 +183,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
             real = real.to(self.device)
             counts = real.sum(dim=1).tolist()
         anchors = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
-        self._take(_Context(features, position_ids, counts, anchors, real))
+        new = _Context(features, position_ids, counts, anchors, real)
+        if self._graphs is None:
+            self._take(new)
+            return
+        # A graph takes what one round keeps, the first rows of each sequence. The rest goes into the cache as it is.
+        self.flush()
+        self._pending = new
+        if not prefix or features.shape[1] > self.block_size:
+            self.flush()
 
     def _with_block(self, positions: torch.LongTensor, anchors: torch.LongTensor) -> torch.LongTensor:
         return torch.cat([positions, anchors + self._offsets], dim=1)
@@ -178,7 +216,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def flush(self) -> None:
         """Bring what `add_context` took into the cache."""
         new = self._pending
-        if new is None:
+        if new is None or not new.features.shape[1]:
             return
         if new.real is not None:
             self._place(new, block=False)
@@ -186,6 +224,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.drafter.append_context(new.features, position_ids=positions, cache=self.cache)
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self._pending = None
+        if self._graphs is not None:  # where the next block begins is still needed
+            nothing = new.features[:, :0], new.positions[:, :0], [0] * len(self.lengths)
+            self._pending = _Context(*nothing, new.anchors, new.real[:, :0])
 
     def _place(self, new: _Context, *, block: bool) -> None:
         """Tell the cache where the rows of `new`, and of a block after them, go in each sequence."""
@@ -228,15 +269,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         self._first_slot.copy_(self.head.embed(anchor))
         new, positions = self._pending, self._pending.positions
-        if new.anchors is not None:
-            positions = self._with_block(positions, new.anchors)
-            self._place(new, block=True)
-        hidden = self.drafter(
-            self._block,
-            new.features,
-            position_ids=positions,
-            cache=self.cache,
-        ).last_hidden_state
+        if self._graphs is not None:
+            hidden = self._graphs(
+                self._block, new.features, new.anchors, lengths=self.lengths, counts=new.counts, cache=self.cache
+            )
+        else:
+            if new.anchors is not None:
+                positions = self._with_block(positions, new.anchors)
+                self._place(new, block=True)
+            hidden = self.drafter(self._block, new.features, position_ids=positions, cache=self.cache).last_hidden_state
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self._pending = None
         self.cache.crop(max(self.lengths))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from ..compiled_target import CompiledForward, compiled_forward
+from ..graphs import fixed_shapes
 from ..target import FeatureCapture, position_limit
 
 # A verification is padded to one of these row counts, so that graphs are few. What the padding leaves in the cache
@@ -23,10 +24,18 @@ class CompiledVerification:
         capture: of the call.
         cache: a static one, of which every layer can be cropped, after the prefill.
         limit: positions of a learned table, or None.
+        config: what it was compiled with.
     """
 
-    def __init__(self, forward: CompiledForward, capture: FeatureCapture, cache: Any, limit: int | None):
-        self.forward, self.capture, self.cache = forward, capture, cache
+    def __init__(
+        self,
+        forward: CompiledForward,
+        capture: FeatureCapture,
+        cache: Any,
+        limit: int | None,
+        config: CompileConfig,
+    ):
+        self.forward, self.capture, self.cache, self.config = forward, capture, cache, config
         length = cache.get_max_length()
         # Columns after the prompt. One transfer a call: a static cache counts on its device.
         self._room = (length if limit is None else min(length, limit)) - int(cache.get_seq_length())
@@ -85,5 +94,6 @@ def compiled_verification(
         return None
     if not target._valid_auto_compile_criteria(model_kwargs, generation_config):
         return None
-    forward = compiled_forward(target, capture.layer_ids, generation_config.compile_config)
-    return CompiledVerification(forward, capture, cache, position_limit(target))
+    config = fixed_shapes(target, generation_config.compile_config)
+    forward = compiled_forward(target, capture.layer_ids, config)
+    return CompiledVerification(forward, capture, cache, position_limit(target), config)

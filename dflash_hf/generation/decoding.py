@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..compiled_draft import compiled_draft
 from ..modeling_dflash import DFlashDraftModel
 from ..target import FeatureCapture, check_compatibility, position_limit
 from .acceptor import Acceptor
@@ -110,6 +111,7 @@ class DFlashDecoding:
                 module.training = True
             if self.rollback is not None:
                 self.rollback.finish()
+                self.generator.finish()
             self.stats.new_tokens = sum(self.sequences.lengths) - len(self.sequences.lengths) * self._prompt_length
             self.stats.copied = self.proposer.copied if self.proposer else 0
             self.stats.total_seconds = time.perf_counter() - started
@@ -144,6 +146,10 @@ class DFlashDecoding:
             ),
         )
         outputs = self.forward.prefill()
+        if self.forward.compiled is not None:
+            self.generator.use_graphs(
+                compiled_draft(self.drafter, self.forward.compiled.config), columns=self.forward.cache.get_max_length()
+            )
         features = self.capture.take(self.generator.device)
         self.rollback = Rollback(self.forward.cache)
         check_multi_token_forward(
@@ -281,7 +287,7 @@ class DFlashDecoding:
             longest = max(kept)
             features = self.capture.take(self.generator.device).narrow(1, pending, longest)
             # Of one sequence, those of the next block as well: they follow.
-            ahead = self.generator.block_size if len(self.rows) == 1 else 0
+            ahead = self.generator.block_size if self.generator.contiguous else 0
             positions = self.forward.new_positions([start + pending for start in cached], longest + ahead)
             self.generator.add_context(features, positions, counts=kept)
         self._roll_back(cached, kept, ran=pending + budget + 1)
@@ -325,7 +331,7 @@ class DFlashDecoding:
             self.generator.flush()
             context = KeptContext(
                 self.drafter,
-                cache=self.generator.cache,
+                cache=self.generator.cache_to_keep(),
                 lengths=self.generator.lengths,
                 columns=int(cache.get_seq_length()),
             )

@@ -65,6 +65,7 @@ class TargetForward:
     Attributes:
         prompt_positions_used: with a limit, after the prefill: positions up to the end of the longest prompt.
         rows_may_leave: whether rows may be taken out by `select`: all inputs are known row by row.
+        compiled: after the prefill, what runs verifications as graphs; None where they run as they are.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class TargetForward:
         own = prepare is not GenerationMixin.prepare_inputs_for_generation
         compileable = getattr(self.cache, "is_compileable", False)
         self._general = own or compileable or not self.rows_may_leave
-        self._compiled = None
+        self.compiled = None
 
     @property
     def prompt_columns(self) -> int:
@@ -130,7 +131,7 @@ class TargetForward:
         self._lay_out()
         if self.position_limit is not None:  # one transfer a call, for targets with a table of positions
             self.prompt_positions_used = int(self._drafter_positions[:, self._seen - 1].max()) + 1
-        self._compiled = compiled_verification(
+        self.compiled = compiled_verification(
             self.target,
             self.capture,
             cache=self.cache,
@@ -218,8 +219,8 @@ class TargetForward:
             the model's outputs; logits `[n, logits, V]` (or of more positions, the last ones being these).
         """
         real, rows = ids.shape[1], None
-        if self._compiled is not None:
-            rows = self._compiled.rows(real, generated=max(starts))
+        if self.compiled is not None:
+            rows = self.compiled.rows(real, generated=max(starts))
             ids = ids if rows is None else functional.pad(ids, (0, rows - real))
         count = ids.shape[1]
         while max(starts) + count > self._room:
@@ -240,7 +241,7 @@ class TargetForward:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = logits if rows is None else rows
         if rows is not None:
-            return self._compiled(inputs, count=real)
+            return self.compiled(inputs, count=real)
         with self.capture.recording():
             return self.target(**inputs, return_dict=True)
 
