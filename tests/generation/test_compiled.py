@@ -11,15 +11,33 @@ from dflash_hf.generation import compiled
 pytestmark = needs_static_rollback
 
 
+LENGTH = 200  # of every static cache, so that none makes graphs of its own
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A target and a backend whose graphs are made once for all tests here."""
+    target = tiny_target(layers=3)
+    target._previous_max_cache_length = LENGTH
+    return target, Graphs()
+
+
 @pytest.fixture
-def graphs():
-    return Graphs()
+def target(shared):
+    return shared[0]
+
+
+@pytest.fixture
+def graphs(shared):
+    """The backend, its counts beginning anew."""
+    backend = shared[1]
+    backend.made = backend.runs = 0
+    return backend
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 30])
-def test_text_and_rounds(new_tokens, graphs):
+def test_text_and_rounds(target, new_tokens, graphs):
     """Those of an eager call: features that were lost or of padded rows would change the rounds."""
-    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     ids = prompt()
     expected = plain(target, ids, max_new_tokens=new_tokens, cache_implementation="static")
@@ -64,11 +82,9 @@ def test_features_of_an_earlier_run_are_found(trained_pair, graphs, monkeypatch)
     assert first and drafter.last_generation_stats.acceptance_lengths != rounds
 
 
-def test_padding_is_taken_out_of_the_cache(graphs, monkeypatch):
+def test_padding_is_taken_out_of_the_cache(target, graphs, monkeypatch):
     """Six rows run as eight; what the other two leave would be seen by every later token."""
-    target = tiny_target(layers=3)
     drafter = drafter_for(target, block_size=6)
-    target._previous_max_cache_length = 200  # a cache that the fault below does not overrun
     ids = prompt()
     expected = plain(target, ids, max_new_tokens=30)
     assert torch.equal(assisted(target, drafter, ids, **options(graphs, max_new_tokens=30)), expected)
@@ -83,9 +99,9 @@ def _without_crop(self, inputs, *, count):
     return outputs
 
 
-def test_graphs_are_few_and_used_again(graphs):
+def test_graphs_are_few_and_used_again(target):
     """One graph a row count, whatever the block length, and one for drafts; a second call makes none."""
-    target = tiny_target(layers=3)
+    graphs = Graphs()
     drafter = drafter_for(target)
     for wanted in (7, 6, 5, 3, 2, 1, 7, 4):
         drafter.generation_config.num_assistant_tokens = wanted
@@ -102,10 +118,9 @@ def assert_same_ids_compiled(target, drafter, graphs):
     assert torch.equal(assisted(target, drafter, ids, **options(graphs, max_new_tokens=25)), expected)
 
 
-def test_other_taps_and_the_embedding(graphs):
+def test_other_taps_and_the_embedding(target, graphs):
     """Two drafters of one target; the last layer's state is the one before the final norm."""
-    target = tiny_target(layers=3)
-    for taps in ([0, 2], [-1, 2], [0, 2]):
+    for taps in ([-1, 2], [0, 2]):
         drafter = drafter_for(target, target_layer_ids=taps)
         ids = prompt()
         expected = assisted(target, drafter, ids, max_new_tokens=25)
@@ -114,9 +129,8 @@ def test_other_taps_and_the_embedding(graphs):
         assert drafter.last_generation_stats.acceptance_lengths == rounds
 
 
-def test_a_batch_and_sampling(graphs):
+def test_a_batch_and_sampling(target, graphs):
     """Rows of different length in one static cache; the same seed gives the text of an eager call."""
-    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     ids = torch.cat([prompt(8), prompt(8, seed=1)])
     mask = torch.ones_like(ids)
@@ -132,9 +146,8 @@ def test_a_batch_and_sampling(graphs):
     assert graphs.runs > 0
 
 
-def test_scores_are_not_overwritten(graphs):
+def test_scores_are_not_overwritten(target, graphs):
     """Returned scores are those of each step."""
-    target = tiny_target(layers=3)
     drafter = drafter_for(target)
     wanted = {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
     expected = plain(target, prompt(), **wanted)
@@ -151,9 +164,8 @@ def test_scores_are_not_overwritten(graphs):
         {"cache_implementation": None},
     ],
 )
-def test_where_it_is_not_compiled(more, graphs):
+def test_where_it_is_not_compiled(target, more, graphs):
     """As asked for, or because graphs do not give what is wanted."""
-    target = tiny_target(layers=3)
     output = assisted(target, drafter_for(target), prompt(), **options(graphs, max_new_tokens=20, **more))
     output = output if isinstance(output, torch.Tensor) else output.sequences
     assert torch.equal(output, plain(target, prompt(), max_new_tokens=20))
@@ -165,8 +177,8 @@ def test_the_target_is_not_kept_alive(graphs):
     import gc
     import weakref
 
-    target = tiny_target(layers=3)
-    assisted(target, drafter_for(target), prompt(), **options(graphs, max_new_tokens=12))
+    target = tiny_target(layers=1)
+    assisted(target, drafter_for(target, target_layer_ids=[0]), prompt(), **options(graphs, max_new_tokens=12))
     gone = weakref.ref(target)
     del target
     torch._dynamo.reset()
@@ -178,8 +190,8 @@ def test_the_target_is_not_kept_alive(graphs):
 def test_real_backends(backend, tmp_path, monkeypatch):
     """Inductor's code for a CPU, and what lies before it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    target = tiny_target(layers=3)
-    drafter = drafter_for(target, layers=1)
+    target = tiny_target(layers=1)
+    drafter = drafter_for(target, layers=1, target_layer_ids=[0])
     expected = assert_same_ids(target, drafter, prompt(), max_new_tokens=14)
     rounds = drafter.last_generation_stats.acceptance_lengths
     output = assisted(target, drafter, prompt(), **options(backend, max_new_tokens=14))

@@ -157,14 +157,14 @@ def pair():
     return target, drafter
 
 
-def p_value(pair, name: str, draws: int = 1500) -> float:
+def p_value(pair, name: str, draws: int = 800) -> float:
     _, processors = SETTINGS[name]
     counts, rate = draw(pair, decode_once, processors, draws)
     assert rate > 0.1, "proposals must be accepted for the test to say anything"
     return chi_square_p_value(counts, exact_joint(pair[0], prompt(4, vocab=VOCAB), processors))
 
 
-@pytest.mark.parametrize(("name", "draws"), [("temperature", 1500), ("top_p", 1500), ("repetition_penalty", 700)])
+@pytest.mark.parametrize(("name", "draws"), [("temperature", 800), ("top_p", 800), ("repetition_penalty", 500)])
 def test_joint_distribution(name, draws, pair):
     """Where processors see the frequent tokens alone, and where one looks at ids."""
     assert p_value(pair, name, draws) > LEVEL
