@@ -92,8 +92,8 @@ def _measure(
         )
         features = capture.take(generator.device)
     positions = torch.arange(context_length, device=generator.device).expand(batch_size, -1)
-    generator.add_context(features, positions)
-    generator.flush()
+    generator.context.add(features, positions)
+    generator.context.flush()
     rollback = Rollback(cache)
     block = generator.block_size
 
@@ -105,10 +105,10 @@ def _measure(
 
     def draft(count: int) -> None:
         # As after a round that accepted one proposal.
-        generator.add_context(features[:, :2], positions[:, -1:] + 1 + torch.arange(2, device=generator.device))
+        generator.context.add(features[:, :2], positions[:, -1:] + 1 + torch.arange(2, device=generator.device))
         generator.draft(ids[:, -1:], count, prefixes=lambda: list(ids.split(1)))
-        generator.lengths = [context_length] * batch_size
-        generator.cache.crop(context_length)
+        generator.context.lengths = [context_length] * batch_size
+        generator.context.cache.crop(context_length)
 
     most = max(generator.copied_tokens, block) + 1
     return {

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..compiled_draft import CompiledDraft
 from ..draft_cache import DraftCache
 from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
-from ..pretrained import CONTEXT_WINDOW
+from .draft_context import DraftContext
 from .draws import draw
 from .processors import Processors
-
-# Rounds without a draft gather features; this many go into the cache at once.
-_MOST_PENDING = 64
-
-
-@dataclass
-class _Context:
-    """Features that are not in the drafter's cache yet, and where the next block begins.
-
-    Attributes:
-        features: `[b, n, K * H_t]`.
-        positions: `[b, n]`; where rows are contiguous `[1, n + B]`, those of the next block included.
-        counts: real features of each sequence.
-        anchors: `[b, 1]` positions of the next blocks' first slots; None where rows are contiguous.
-        real: `[b, n]`, which features those are; None where rows are contiguous: all of them.
-    """
-
-    features: torch.Tensor
-    positions: torch.LongTensor
-    counts: list[int]
-    anchors: torch.LongTensor | None = None
-    real: torch.BoolTensor | None = None
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
     """Proposes the tokens after the newest one (the anchor) in one draft forward pass.
 
-    Features of accepted positions are handed over by `add_context`; the drafter's cache holds their keys and values,
-    the block's own are dropped after each proposal.
+    Features of accepted positions are handed over to its `context`.
 
     Args:
         drafter: the draft model. On its `generation_config`, `block_size` shortens the block itself, and
@@ -66,6 +41,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             `dflash_context_window` is below 1, or `prompt_lookup_num_tokens` below 0.
 
     Attributes:
+        context: what the drafter has seen of each sequence.
         fixed: whether the user set how much of a block is sent.
         copied_tokens: the most that may be copied from the context.
         in_order: whether a proposal's distribution depends on the values of those before it.
@@ -104,158 +80,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.in_order = self.head.walks or not processors.draft_rowwise
         self._proposed = 0
         self.device = drafter.norm.weight.device
-        self.cache = drafter.new_cache() if cache is None else cache
-        self.cache.window = _context_window(drafter)
-        self.lengths = [0] * batch_size if lengths is None else list(lengths)
+        self.context = DraftContext(
+            drafter, batch_size=batch_size, block_size=self.block_size, cache=cache, lengths=lengths
+        )
         self.rows = list(range(batch_size))
-        self._graphs: CompiledDraft | None = None
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
         self._set_block(self.head.embed(masks).to(self.device).clone())
-        self._offsets = torch.arange(self.block_size, device=self.device)
-        self._pending: _Context | None = None
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether new context rows simply follow those before them: of one sequence, where no graph takes them."""
-        return len(self.lengths) == 1 and self._graphs is None
-
-    def use_graphs(self, graphs: CompiledDraft, *, columns: int) -> None:
-        """Run draft forward passes as graphs from now on; before any context is added.
-
-        Args:
-            graphs: of this drafter.
-            columns: of the target's cache, the most that a sequence can have.
-        """
-        cache = graphs.take_cache(batch_size=len(self.lengths), columns=columns + self.block_size)
-        cache.window = self.cache.window
-        if any(self.lengths):
-            cache.load(self.cache, length=max(self.lengths))
-        self._graphs, self.cache = graphs, cache
-
-    def finish(self) -> None:
-        """Called once at the end."""
-        if self._graphs is not None:
-            self._graphs.give_back(self.cache)
-
-    def cache_to_keep(self) -> DraftCache:
-        """Keys and values of the context, for a later call."""
-        return self.cache if self._graphs is None else self.cache.as_dynamic(max(self.lengths))
-
-    def add_context(
-        self,
-        features: torch.Tensor,
-        position_ids: torch.LongTensor,
-        *,
-        real: torch.BoolTensor | None = None,
-        counts: list[int] | None = None,
-    ) -> None:
-        """Take the features of positions that were accepted.
-
-        Args:
-            features: `[b, n, K * H_t]` raw concat.
-            position_ids: `[b, n]`, absolute; of a single sequence may go on over the next block, `[1, n + B]`.
-            real: `[b, n]`, which positions are to be taken; None for all of them.
-            counts: instead of `real`, how many of each row, from its first one on.
-        """
-        position_ids = position_ids.to(self.device)
-        if self.contiguous:
-            if counts is not None and counts[0] < features.shape[1]:
-                features, position_ids = features[:, : counts[0]], position_ids[:, : counts[0]]
-            if real is not None:
-                features, position_ids = (
-                    features[:, real[0].to(features.device)],
-                    position_ids[:, real[0].to(self.device)],
-                )
-            count = features.shape[1]
-            if position_ids.shape[1] == count:
-                position_ids = self._with_block(position_ids, position_ids[:, -1:] + 1)
-            self._take(_Context(features, position_ids, [count]))
-            return
-        prefix = counts is not None
-        if prefix:
-            columns = torch.arange(features.shape[1], device=self.device)
-            real = columns < torch.tensor(counts, device=self.device)[:, None]
-        elif real is None:
-            real = torch.ones(features.shape[:2], dtype=torch.bool, device=self.device)
-            counts = [features.shape[1]] * features.shape[0]
-        else:
-            real = real.to(self.device)
-            counts = real.sum(dim=1).tolist()
-        anchors = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
-        new = _Context(features, position_ids, counts, anchors, real)
-        if self._graphs is None:
-            self._take(new)
-            return
-        # A graph takes what one round keeps, the first rows of each sequence. The rest goes into the cache as it is.
-        self.flush()
-        self._pending = new
-        if not prefix or features.shape[1] > self.block_size:
-            self.flush()
-
-    def _with_block(self, positions: torch.LongTensor, anchors: torch.LongTensor) -> torch.LongTensor:
-        return torch.cat([positions, anchors + self._offsets], dim=1)
-
-    def _take(self, new: _Context) -> None:
-        """Keep features for the next draft, with those that rounds without a draft left here."""
-        old = self._pending
-        if old is not None and old.features.shape[1] + new.features.shape[1] > _MOST_PENDING:
-            self.flush()
-            old = None
-        if old is not None:
-            together = new.anchors is not None
-            new = _Context(
-                torch.cat([old.features, new.features], dim=1),
-                torch.cat([old.positions[:, : old.features.shape[1]], new.positions], dim=1),
-                [sum(both) for both in zip(old.counts, new.counts)],
-                torch.maximum(old.anchors, new.anchors) if together else None,
-                torch.cat([old.real, new.real], dim=1) if together else None,
-            )
-        self._pending = new
-
-    def flush(self) -> None:
-        """Bring what `add_context` took into the cache."""
-        new = self._pending
-        if new is None or not new.features.shape[1]:
-            return
-        if new.real is not None:
-            self._place(new, block=False)
-        positions = new.positions[:, : new.features.shape[1]]
-        self.drafter.append_context(new.features, position_ids=positions, cache=self.cache)
-        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
-        self._pending = None
-        if self._graphs is not None:  # where the next block begins is still needed
-            nothing = new.features[:, :0], new.positions[:, :0], [0] * len(self.lengths)
-            self._pending = _Context(*nothing, new.anchors, new.real[:, :0])
-
-    def _place(self, new: _Context, *, block: bool) -> None:
-        """Tell the cache where the rows of `new`, and of a block after them, go in each sequence."""
-        ends = [length + count for length, count in zip(self.lengths, new.counts)]
-        extra = self.block_size if block else 0
-        end = max(ends) + extra
-        starts = torch.tensor([self.lengths, ends], device=self.device)[..., None]
-        columns = torch.where(new.real, starts[0] + new.real.cumsum(dim=1) - 1, end)
-        if block:
-            columns = torch.cat([columns, starts[1] + self._offsets], dim=1)
-        window = self.cache.window
-        first = 0 if window is None or not block else max(min(ends) - window, 0)
-        self.cache.place(columns, row_ends=starts[1, :, 0] + extra, end=end, first=first)
 
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the batch only."""
-        index = torch.tensor(rows, device=self.device)
-        new = self._pending
-        if new is not None:
-            features, positions, anchors, real = (
-                tensor[index] for tensor in (new.features, new.positions, new.anchors, new.real)
-            )
-            if len(rows) == 1:
-                features, positions = features[:, real[0]], self._with_block(positions[:, real[0]], anchors)
-                anchors = real = None
-            self._pending = _Context(features, positions, [new.counts[row] for row in rows], anchors, real)
-        self._set_block(self._block[index])
-        self.lengths = [self.lengths[row] for row in rows]
-        self.cache.select(index, length=max(self.lengths))
+        self.context.select(rows)
+        self._set_block(self._block[torch.tensor(rows, device=self.device)])
         self.rows = [self.rows[row] for row in rows]
 
     def _set_block(self, block: torch.Tensor) -> None:
@@ -268,19 +104,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
         self._first_slot.copy_(self.head.embed(anchor))
-        new, positions = self._pending, self._pending.positions
-        if self._graphs is not None:
-            hidden = self._graphs(
-                self._block, new.features, new.anchors, lengths=self.lengths, counts=new.counts, cache=self.cache
-            )
-        else:
-            if new.anchors is not None:
-                positions = self._with_block(positions, new.anchors)
-                self._place(new, block=True)
-            hidden = self.drafter(self._block, new.features, position_ids=positions, cache=self.cache).last_hidden_state
-        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
-        self._pending = None
-        self.cache.crop(max(self.lengths))
+        hidden = self.context.hidden_states(self._block)
         self._hidden = self.head.slots(hidden, num_tokens)  # of this draft, for heads that walk over it
         return self.head.frequent_logits(self._hidden) if self._narrow else self.head.logits(self._hidden)
 
@@ -411,16 +235,6 @@ def _copied_tokens(drafter: DFlashDraftModel) -> int:
             "to copy at most that many tokens, or None for twice the block."
         )
     return int(most)
-
-
-def _context_window(drafter: DFlashDraftModel) -> int | None:
-    window = getattr(drafter.generation_config, CONTEXT_WINDOW, None)
-    if window is not None and window < 1:
-        raise DFlashConfigError(
-            f"generation_config.{CONTEXT_WINDOW} is {window}; a block sees at least 1 context row. Set None for the "
-            "whole context."
-        )
-    return window
 
 
 def _num_proposals(drafter: DFlashDraftModel, most: int) -> int:

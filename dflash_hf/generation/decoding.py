@@ -111,7 +111,7 @@ class DFlashDecoding:
                 module.training = True
             if self.rollback is not None:
                 self.rollback.finish()
-                self.generator.finish()
+                self.generator.context.finish()
             self.stats.new_tokens = sum(self.sequences.lengths) - len(self.sequences.lengths) * self._prompt_length
             self.stats.copied = self.proposer.copied if self.proposer else 0
             self.stats.total_seconds = time.perf_counter() - started
@@ -147,7 +147,7 @@ class DFlashDecoding:
         )
         outputs = self.forward.prefill()
         if self.forward.compiled is not None:
-            self.generator.use_graphs(
+            self.generator.context.use_graphs(
                 compiled_draft(self.drafter, self.forward.compiled.config), columns=self.forward.cache.get_max_length()
             )
         features = self.capture.take(self.generator.device)
@@ -160,7 +160,7 @@ class DFlashDecoding:
             room=self.stop.max_length - self._prompt_length - 1,
         )
         positions, real = self.forward.prompt_positions(features.shape[1])
-        self.generator.add_context(features, positions, real=real)
+        self.generator.context.add(features, positions, real=real)
         self.recorder.add_prefill(outputs)
         self.acceptor = Acceptor(
             self.sequences,
@@ -287,9 +287,9 @@ class DFlashDecoding:
             longest = max(kept)
             features = self.capture.take(self.generator.device).narrow(1, pending, longest)
             # Of one sequence, those of the next block as well: they follow.
-            ahead = self.generator.block_size if self.generator.contiguous else 0
+            ahead = self.generator.block_size if self.generator.context.contiguous else 0
             positions = self.forward.new_positions([start + pending for start in cached], longest + ahead)
-            self.generator.add_context(features, positions, counts=kept)
+            self.generator.context.add(features, positions, counts=kept)
         self._roll_back(cached, kept, ran=pending + budget + 1)
         self._let_rows_leave()
 
@@ -328,11 +328,11 @@ class DFlashDecoding:
             self._run_padding(cached)
         cache = self.forward.cache
         if not all(getattr(cache, "is_linear", [False])):  # a recurrent state alone has no columns
-            self.generator.flush()
+            self.generator.context.flush()
             context = KeptContext(
                 self.drafter,
-                cache=self.generator.cache_to_keep(),
-                lengths=self.generator.lengths,
+                cache=self.generator.context.to_keep(),
+                lengths=self.generator.context.lengths,
                 columns=int(cache.get_seq_length()),
             )
             keep(cache, context)
@@ -347,7 +347,7 @@ class DFlashDecoding:
         ids = self.sequences.window(self.rows, self._newest(), lag)
         self._run_target(ids, cached, logits=1)
         features = self.capture.take(self.generator.device)[:, :1]
-        self.generator.add_context(
+        self.generator.context.add(
             features, self.forward.new_positions(cached, 1), counts=[int(count < longest) for count in cached]
         )
         self.rollback.move(offsets=[longest - count for count in cached], total=self.forward.prompt_columns + longest)

@@ -72,7 +72,7 @@ def propose(monkeypatch, text: torch.LongTensor, *, wrong=lambda position: posit
     known = text[0].tolist()
 
     def draft_logits(self, anchor, num_tokens):
-        position = offset + self.cache.get_seq_length() + self._pending.features.shape[1]
+        position = offset + self.context.cache.get_seq_length() + self.context.pending.features.shape[1]
         logits = real(self, anchor, num_tokens).clone()
         for row, at in enumerate(range(position + 1, position + 1 + num_tokens)):
             if at < len(known):

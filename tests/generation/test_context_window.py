@@ -55,7 +55,7 @@ def test_a_block_sees_the_newest_rows(pair, window):
     generator = generator_of(pair, window)
     states, anchor = features(1, 20, width_of(pair)), torch.tensor([[7]])
     for end, start in ((16, 0), (20, 16)):
-        generator.add_context(states[:, start:end], torch.arange(start, end)[None])
+        generator.context.add(states[:, start:end], torch.arange(start, end)[None])
         logits = generator.draft_logits(anchor, 7)
         torch.testing.assert_close(logits, oracle(pair, states[:, :end], anchor, window), atol=2e-5, rtol=1e-4)
 
@@ -67,7 +67,7 @@ def test_rows_of_a_batch_have_windows_of_their_own(pair):
     lengths, states = [14, 9, 3], features(3, 14, width_of(pair))
     real = torch.arange(14)[None] < torch.tensor(lengths)[:, None]
     anchor = torch.tensor([[7], [8], [9]])
-    generator.add_context(states, torch.arange(14).expand(3, -1), real=real)
+    generator.context.add(states, torch.arange(14).expand(3, -1), real=real)
     logits = generator.draft_logits(anchor, 7)
     for row, length in enumerate(lengths):
         alone = oracle(pair, states[row : row + 1, :length], anchor[row], 6)
@@ -75,7 +75,7 @@ def test_rows_of_a_batch_have_windows_of_their_own(pair):
     more = features(3, 4, width_of(pair))
     kept = [4, 2, 1]
     positions = torch.tensor(lengths)[:, None] + torch.arange(4)
-    generator.add_context(more, positions, counts=kept)
+    generator.context.add(more, positions, counts=kept)
     logits = generator.draft_logits(anchor, 7)
     for row, (length, count) in enumerate(zip(lengths, kept)):
         whole = torch.cat([states[row : row + 1, :length], more[row : row + 1, :count]], dim=1)
@@ -100,7 +100,7 @@ def test_a_wide_window_changes_nothing_and_a_narrow_one_does(pair):
     found = []
     for window in (None, 50, 4):
         generator = generator_of(pair, window)
-        generator.add_context(states, torch.arange(20)[None])
+        generator.context.add(states, torch.arange(20)[None])
         found.append(generator.draft_logits(anchor, 7))
     assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-3)
 

@@ -180,7 +180,7 @@ def two_tokens(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
         target(ids[:, :-1])
         features = capture.take(torch.device("cpu"))
     positions = torch.arange(4).expand(ROWS, -1)
-    generator.add_context(features.expand(ROWS, -1, -1), positions)
+    generator.context.add(features.expand(ROWS, -1, -1), positions)
     candidates, draft_scores = generator.get_candidates(ids.expand(ROWS, -1), 2)
     scores = processors.on_rows(target(candidates).logits[:, -3:].float(), draft=False)
     kept = accept_sampled(draft=candidates[:, -2:], draft_scores=draft_scores, scores=scores)

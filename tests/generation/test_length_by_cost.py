@@ -20,6 +20,7 @@ from dflash_hf.generation.block_length import (
     best_length_in_order,
     chances,
 )
+from dflash_hf.generation.draft_context import DraftContext
 from dflash_hf.generation.proposals import Proposer
 from dflash_hf.generation.round_costs import RoundCosts, costs_for, interpolate
 
@@ -345,9 +346,9 @@ def drafts_of(pair, monkeypatch, *, rest: int) -> dict[int, list[int]]:
     drafts, widths = {}, iter([0] * rest)
     real_draft, real_width = DFlashCandidateGenerator.draft, BlockLength.width
 
-    def draft(self, prefixes, num_tokens):
-        tokens, scores = real_draft(self, prefixes, 7)
-        drafts[prefixes[0].shape[1]] = tokens[0].tolist()
+    def draft(self, anchor, num_tokens, *, prefixes):
+        tokens, scores = real_draft(self, anchor, 7, prefixes=prefixes)
+        drafts[prefixes()[0].shape[1]] = tokens[0].tolist()
         return tokens[:, :num_tokens], scores[:, :num_tokens]
 
     def width(self, limit, **more):
@@ -377,11 +378,11 @@ def test_features_lost_in_plain_rounds_are_found(trained, monkeypatch):
     throughout = drafts_of(trained, monkeypatch, rest=0)
 
     def forget(self, new):
-        if self._pending is not None and self._pending.features.shape[1] > 1:
+        if self.pending is not None and self.pending.features.shape[1] > 1:
             self.flush()
-        self._pending = new
+        self.pending = new
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "_take", forget)
+    monkeypatch.setattr(DraftContext, "_take", forget)
     drafts = drafts_of(trained, monkeypatch, rest=20)
     assert any(drafts[position] != throughout[position] for position in drafts.keys() & throughout.keys())
 
