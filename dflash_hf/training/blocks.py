@@ -53,19 +53,3 @@ def draft_blocks(
         ),
     )
     return output.last_hidden_state.view(batch_size, anchors.shape[1], slots, -1)
-
-
-def rows_before_labels(states: torch.Tensor, *, batch: dict[str, torch.Tensor], first_slot: int = 1) -> torch.Tensor:
-    """The target's states that predict the labels of a batch's active rows, `[R, H_t]`.
-
-    Args:
-        states: `[b, S, H_t]`, of every position.
-        batch: of `DFlashDataCollator`.
-        first_slot: the first slot that predicts.
-    """
-    batch_size, context_length = states.shape[:2]
-    slots = batch["labels"].shape[-1]
-    starts = torch.arange(batch_size, device=states.device)[:, None] * context_length + batch["anchors"]
-    active = batch["active_rows"]
-    places = starts.flatten()[active // slots] + active % slots - first_slot
-    return states.flatten(0, 1)[places]

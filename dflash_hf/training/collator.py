@@ -80,6 +80,8 @@ class DFlashDataCollator:
 
     A batch holds `input_ids`, `attention_mask`, `position_ids` `[b, S]`; `anchors` (rows of S), `keep` `[b, N]`;
     `labels`, `loss_weights` `[b, N, B]`; `active_rows` `[R]`, the flat indices of slots with a weight;
+    `label_places` `[U]`, the flat places in `[b, S]` whose states predict their labels, each once, and `label_place_of`
+    `[R]`, which of these is a row's;
     `loss_normaliser`, fp32 scalar: the sum of the weights, with `dpace` the number of blocks that have one;
     `features` `[b, S, K * H_t]` and `final_hidden_states` `[b, S, H_t]` where the examples have them;
     `loss_token_ids` `[v]` with `frequent`. Packed rows add `document_ids` `[b, S]` (-1 on padding) and `documents`
@@ -135,6 +137,7 @@ class DFlashDataCollator:
         batch["loss_normaliser"] = counted.sum()
         # Indexed here, on the CPU: on a GPU the same would make the host wait for the device.
         batch["active_rows"] = weights.flatten().nonzero().flatten()
+        batch |= label_places(batch, width=width, first_slot=self.first_slot)
         return batch
 
     def _blocks_of_row(self, examples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +174,20 @@ class DFlashDataCollator:
         generator = example_generator(seed=self.seed + 1, epoch=first["epoch"], index=first["index"])
         drawn = others[torch.randperm(len(others), generator=generator)[: self.negatives]]
         return torch.cat([self.frequent, drawn]).sort().values
+
+
+def label_places(batch: dict[str, torch.Tensor], *, width: int, first_slot: int) -> dict[str, torch.Tensor]:
+    """`label_places` and `label_place_of`: blocks overlap, and what the target says at a place is needed once.
+
+    Args:
+        batch: with `anchors`, `labels` and `active_rows`.
+        width: S.
+        first_slot: the first slot that predicts.
+    """
+    active, slots = batch["active_rows"], batch["labels"].shape[-1]
+    starts = torch.arange(len(batch["anchors"]))[:, None] * width + batch["anchors"]
+    places, place_of = (starts.flatten()[active // slots] + active % slots - first_slot).unique(return_inverse=True)
+    return {"label_places": places, "label_place_of": place_of}
 
 
 def _round_up(number: int, multiple: int) -> int:

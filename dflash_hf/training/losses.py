@@ -36,22 +36,25 @@ class _ChunkedLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, labels, logits_of, chunk_rows, objective, target_rows, target_logits_of):
+    def forward(ctx, rows, labels, logits_of, chunk_rows, objective, target_rows, target_row_of, target_logits_of):
         needs_gradient = ctx.needs_input_grad[0]
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         cross_entropy = torch.empty_like(losses)
         hits = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
         gradient = torch.empty_like(rows) if needs_gradient else None
+        wanted = labels
+        if objective == "target_argmax":
+            wanted = _choices(target_rows, target_logits_of, chunk_rows).to(rows.device)[target_row_of]
         for start in range(0, len(rows), chunk_rows):
             part = slice(start, start + chunk_rows)
             teacher = None
-            if objective != "data":
+            if objective == "target_kl":
                 with torch.no_grad():
-                    teacher = target_logits_of(target_rows[part]).float().to(rows.device)
+                    teacher = target_logits_of(target_rows[target_row_of[part]]).float().to(rows.device)
             with torch.set_grad_enabled(needs_gradient):
                 chunk = rows[part].detach().requires_grad_(needs_gradient)
                 parts, cross_entropy[part], hits[part] = _losses_of_chunk(
-                    logits_of(chunk).float().to(rows.device), labels[part], teacher, objective
+                    logits_of(chunk).float().to(rows.device), labels[part], wanted[part], teacher
                 )
                 losses[part] = parts.detach()
                 if needs_gradient:
@@ -65,20 +68,26 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, row_gradients, *_):
         (gradient,) = ctx.saved_tensors
-        return (row_gradients[:, None] * gradient).to(gradient.dtype), None, None, None, None, None, None
+        return (row_gradients[:, None] * gradient).to(gradient.dtype), *[None] * 7
+
+
+def _choices(rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], chunk_rows: int) -> torch.Tensor:
+    """The likeliest token `[U]` of each row, a chunk at a time."""
+    with torch.no_grad():
+        chosen = [logits_of(part).argmax(dim=-1) for part in rows.split(chunk_rows)]
+    return torch.cat(chosen)
 
 
 def _losses_of_chunk(
-    logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None, objective: str
+    logits: torch.Tensor, labels: torch.Tensor, wanted: torch.Tensor, teacher: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses `[r]` with gradient, cross-entropy `[r]` and hits `[r]` without, of logits `[r, V]`."""
     hits = logits.detach().argmax(dim=-1) == labels
-    if objective == "target_kl":
+    if teacher is not None:
         log_q = functional.log_softmax(logits, dim=-1)
         log_p = functional.log_softmax(teacher, dim=-1)
         losses = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
         return losses, -log_q.detach().gather(1, labels[:, None])[:, 0], hits
-    wanted = teacher.argmax(dim=-1) if objective == "target_argmax" else labels
     losses = functional.cross_entropy(logits, wanted, reduction="none")
     return losses, losses.detach(), hits
 
@@ -91,6 +100,7 @@ def chunked_losses(
     chunk_rows: int,
     objective: str = "data",
     target_rows: torch.Tensor | None = None,
+    target_row_of: torch.Tensor | None = None,
     target_logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RowLosses:
     """Losses of hidden rows under a frozen head.
@@ -102,11 +112,14 @@ def chunked_losses(
         chunk_rows: rows whose logits exist at once; 128 and more keep the matrix products efficient.
         objective: `data`: cross-entropy of the label. `target_argmax`: cross-entropy of the target's likeliest token.
             `target_kl`: Kullback-Leibler divergence of the drafter's distribution from the target's, KL(p || q).
-        target_rows: `[R, H_t]`, the target's final hidden states that predict the labels; not with `data`.
+        target_rows: `[U, H_t]`, the target's final hidden states that predict the labels; not with `data`.
+        target_row_of: int64 `[R]`, which of them is a row's, as blocks overlap; None where each row has its own.
         target_logits_of: `[r, H_t] -> [r, V]`, the target's head; not with `data`.
     """
+    if target_row_of is None:
+        target_row_of = torch.arange(len(rows), device=rows.device)
     losses, cross_entropy, hits = _ChunkedLosses.apply(
-        rows, labels, logits_of, chunk_rows, objective, target_rows, target_logits_of
+        rows, labels, logits_of, chunk_rows, objective, target_rows, target_row_of, target_logits_of
     )
     return RowLosses(losses=losses, cross_entropy=cross_entropy, hits=hits)
 

@@ -7,7 +7,6 @@ import torch
 from ..target import OutputHead
 from .anchors import IGNORE, slot_weights
 from .arguments import DFlashTrainingArguments
-from .blocks import rows_before_labels
 from .losses import chunked_losses, dpace_weights, head_over_tokens
 from .metrics import count_blocks
 
@@ -20,7 +19,6 @@ def batch_loss(
     head: OutputHead,
     target_head: OutputHead,
     args: DFlashTrainingArguments,
-    first_slot: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted loss of all blocks, before it is normalised.
 
@@ -31,7 +29,6 @@ def batch_loss(
         head: for the drafter's logits.
         target_head: for the target's.
         args: the trainer's.
-        first_slot: the first slot that predicts.
 
     Returns:
         The sum, an fp32 scalar with gradient, and hits of the data's tokens, bool `[b, N, B]`.
@@ -43,9 +40,7 @@ def batch_loss(
     if token_ids is not None:
         labels = torch.searchsorted(token_ids, labels)
         logits_of, target_logits_of = (head_over_tokens(each, token_ids) for each in (head, target_head))
-    target_rows = None
-    if final_states is not None:
-        target_rows = rows_before_labels(final_states, batch=batch, first_slot=first_slot)
+    target_rows = None if final_states is None else final_states.flatten(0, 1)[batch["label_places"]]
     losses = chunked_losses(
         rows=hidden.flatten(0, -2)[active],
         labels=labels,
@@ -53,6 +48,7 @@ def batch_loss(
         chunk_rows=args.head_chunk_rows,
         objective=args.objective,
         target_rows=target_rows,
+        target_row_of=batch["label_place_of"],
         target_logits_of=target_logits_of,
     )
     weights = batch["loss_weights"]

@@ -249,7 +249,6 @@ class DFlashTrainer(PublishesDrafter, Trainer):
             head=self.head,
             target_head=self.target_head,
             args=self.args,
-            first_slot=self.first_slot,
         )
         if model.training:
             supervised = inputs["loss_weights"] > 0

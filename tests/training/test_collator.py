@@ -25,7 +25,11 @@ def test_batch_of_uneven_examples():
     active = batch["active_rows"].tolist()
     weights = batch["loss_weights"].flatten().tolist()
     assert active == [i for i, weight in enumerate(weights) if weight > 0]
-    assert (batch["labels"].flatten()[batch["active_rows"]] >= 0).all()
+    labels = batch["labels"].flatten()[batch["active_rows"]]
+    assert (labels >= 0).all()
+    places = batch["label_places"]
+    assert len(places) == len(places.unique()) < len(active), "blocks overlap"
+    assert torch.equal(batch["input_ids"].flatten()[places + 1][batch["label_place_of"]], labels)
 
 
 def test_an_example_gets_the_same_blocks_in_any_batch():

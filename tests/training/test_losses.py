@@ -127,11 +127,13 @@ def test_half_precision_rows_are_summed_in_fp32():
 
 @pytest.mark.parametrize("chunk_rows", [5, 100])
 @pytest.mark.parametrize("objective", ["target_argmax", "target_kl"])
-def test_objectives_that_follow_the_target(objective, chunk_rows):
+@pytest.mark.parametrize("shared", [False, True], ids=["a state a row", "rows that share states"])
+def test_objectives_that_follow_the_target(objective, chunk_rows, shared):
     """The target's choice, and the divergence from its distribution, against fp64 over all rows at once."""
     hidden, weight, labels, weights = case()
     generator = torch.Generator().manual_seed(9)
     target_rows, target_weight = (torch.randn(n, 7, generator=generator) for n in (ROWS, VOCAB))
+    row_of = torch.randint(0, ROWS // 2, (ROWS,), generator=generator) if shared else None
     rows = hidden.clone().requires_grad_()
     terms = chunked_losses(
         rows=rows,
@@ -140,9 +142,11 @@ def test_objectives_that_follow_the_target(objective, chunk_rows):
         chunk_rows=chunk_rows,
         objective=objective,
         target_rows=target_rows,
+        target_row_of=row_of,
         target_logits_of=linear(target_weight),
     )
     (terms.losses * weights).sum().backward()
+    target_rows = target_rows if row_of is None else target_rows[row_of]
     exact = hidden.double().requires_grad_()
     log_q = softcapped(weight.double(), 3.0)(exact).log_softmax(-1)
     log_p = (target_rows.double() @ target_weight.double().T).log_softmax(-1)
