@@ -25,7 +25,7 @@ class DraftCache:
     """
 
     def __init__(self, num_layers: int):
-        self._buffers: list[torch.Tensor | None] = [None] * num_layers
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self._lengths = [0] * num_layers
         self._columns: torch.Tensor | None = None
         self._end = 0
@@ -60,34 +60,35 @@ class DraftCache:
         """
         start = self._lengths[layer_idx]
         end = start + keys.shape[2] if self._columns is None else self._end
-        buffer = self._buffers[layer_idx]
-        if buffer is None or end >= buffer.shape[3]:
-            buffer = self._grow(layer_idx, keys, end + 1)
+        pair = self._buffers[layer_idx]
+        if pair is None or end >= pair[0].shape[2]:
+            pair = self._grow(layer_idx, keys, end + 1)
         if self._columns is None:
-            buffer[0, :, :, start:end] = keys
-            buffer[1, :, :, start:end] = values
+            for buffer, new in zip(pair, (keys, values)):
+                buffer.narrow(2, start, end - start).copy_(new)
         else:
             rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            # Under autocast keys and values differ in dtype; the plain assignment above casts by itself.
-            buffer[0, rows, :, self._columns] = keys.transpose(1, 2).to(buffer.dtype)
-            buffer[1, rows, :, self._columns] = values.transpose(1, 2).to(buffer.dtype)
+            for buffer, new in zip(pair, (keys, values)):
+                # Under autocast keys and values differ in dtype; copy_ above casts by itself.
+                buffer[rows, :, self._columns] = new.transpose(1, 2).to(buffer.dtype)
         self._lengths[layer_idx] = end
         first = 0
         if self._columns is not None:
             first = self._first
         elif self.window is not None and block_length is not None:
             first = max(end - block_length - self.window, 0)
-        return buffer[0, :, :, first:end], buffer[1, :, :, first:end]
+        keys, values = pair
+        return keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
 
-    def _grow(self, layer_idx: int, keys: torch.Tensor, needed: int) -> torch.Tensor:
+    def _grow(self, layer_idx: int, keys: torch.Tensor, needed: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads, _, dim = keys.shape
         # Zeros: rows that a mask hides must still be finite.
-        buffer = keys.new_zeros((2, batch, heads, max(256, 2 * needed), dim))
-        old, length = self._buffers[layer_idx], self._lengths[layer_idx]
-        if old is not None:
-            buffer[:, :, :, :length] = old[:, :, :, :length]
-        self._buffers[layer_idx] = buffer
-        return buffer
+        pair = tuple(keys.new_zeros((batch, heads, max(256, 2 * needed), dim)) for _ in range(2))
+        length = self._lengths[layer_idx]
+        for buffer, old in zip(pair, self._buffers[layer_idx] or ()):
+            buffer[:, :, :length] = old[:, :, :length]
+        self._buffers[layer_idx] = pair
+        return pair
 
     def crop(self, length: int) -> None:
         """Forget all rows from column `length` on, in every layer."""
@@ -95,11 +96,11 @@ class DraftCache:
 
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether rows of a drafter with this parameter can be added: its device and dtype, outside inference mode."""
-        return all(_takes(buffer, parameter) for buffer in self._buffers)
+        return all(_takes(buffer, parameter) for pair in self._buffers if pair for buffer in pair)
 
     def select(self, rows: torch.LongTensor, *, length: int) -> None:
         """Keep only some sequences of the batch, the longest of which has `length` rows."""
-        self._buffers = [None if buffer is None else buffer[:, rows] for buffer in self._buffers]
+        self._buffers = [pair and (pair[0][rows], pair[1][rows]) for pair in self._buffers]
         self.crop(length)
         if len(rows) == 1:  # its rows follow each other again
             self._columns = self.row_ends = None
@@ -166,10 +167,10 @@ class StaticDraftCache(DraftCache):
 
     def load(self, cache: DraftCache, *, length: int) -> None:
         """Take over the first `length` columns of another cache, as far as it has them."""
-        columns = torch.arange(length, device=cache._buffers[0].device).expand(self.batch_size, -1)
+        columns = torch.arange(length, device=cache._buffers[0][0].device).expand(self.batch_size, -1)
         self.place(columns, row_ends=columns[:, 0], end=length)
-        for layer_idx, buffer in enumerate(cache._buffers):
-            self.update(buffer[0, :, :, :length], buffer[1, :, :, :length], layer_idx)
+        for layer_idx, (keys, values) in enumerate(cache._buffers):
+            self.update(keys[:, :, :length], values[:, :, :length], layer_idx)
 
     def as_dynamic(self, length: int) -> DraftCache:
         """A copy of the first `length` columns in a cache that grows."""
@@ -181,9 +182,6 @@ class StaticDraftCache(DraftCache):
         return cache
 
 
-def _takes(buffer: torch.Tensor | None, parameter: torch.Tensor) -> bool:
-    return buffer is None or (
-        buffer.device == parameter.device
-        and buffer.dtype == parameter.dtype
-        and (torch.is_inference_mode_enabled() or not buffer.is_inference())
-    )
+def _takes(buffer: torch.Tensor, parameter: torch.Tensor) -> bool:
+    usable = torch.is_inference_mode_enabled() or not buffer.is_inference()
+    return usable and buffer.device == parameter.device and buffer.dtype == parameter.dtype
