@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers.generation.configuration_utils import CompileConfig
 
 from .draft_cache import StaticDraftCache
 from .graphs import Graphs, graphs_of
 from .modeling_dflash import DFlashDraftModel
+from .transfers import on_device
 
 # Fused attention takes a mask as it is if the number of keys is a multiple of this, and copies it otherwise.
 _KEY_MULTIPLE = 8
+# Caches that wait for a call of their size.
+_MOST_FREE = 4
 
 
 class CompiledDraft:
@@ -32,10 +37,10 @@ class CompiledDraft:
         self._drafter = weakref.ref(drafter)  # see CompiledForward
         self._graphs = Graphs(_draft, compile_config)
         self._lock = threading.Lock()
-        self._free: StaticDraftCache | None = None
+        self._free: OrderedDict[tuple[int, int], StaticDraftCache] = OrderedDict()
 
     def take_cache(self, *, batch_size: int, columns: int) -> StaticDraftCache:
-        """A cache for a call: the one that the last call gave back if it fits, as its addresses are in the graphs.
+        """A cache for a call: one of this size that an earlier call gave back, as its addresses are in the graphs.
 
         Args:
             batch_size: b.
@@ -43,16 +48,19 @@ class CompiledDraft:
         """
         columns = -(-(columns + 1) // _KEY_MULTIPLE) * _KEY_MULTIPLE - 1
         with self._lock:
-            cache, self._free = self._free, None
+            cache = self._free.pop((batch_size, columns), None)
         drafter = self._drafter()
-        if cache is not None and cache.fits(drafter.norm.weight) and cache.has_room(batch_size, columns):
+        if cache is not None and cache.fits(drafter.norm.weight):
+            cache.clear()
             return cache
         return StaticDraftCache(drafter.config.num_hidden_layers, batch_size=batch_size, columns=columns)
 
     def give_back(self, cache: StaticDraftCache) -> None:
         """A later call may use it."""
         with self._lock:
-            self._free = cache
+            self._free[cache.batch_size, cache.columns] = cache
+            if len(self._free) > _MOST_FREE:
+                self._free.popitem(last=False)
 
     def __call__(
         self,
@@ -74,10 +82,11 @@ class CompiledDraft:
             counts: how many rows of `features` each sequence has, the first ones.
             cache: from `take_cache`, with rows in it.
         """
-        numbers = torch.tensor([lengths, counts], device=block.device)
+        numbers = on_device([lengths, counts], block.device)
         features = functional.pad(features, (0, 0, 0, block.shape[1] - features.shape[1]))
-        hidden = self._graphs(self._drafter(), block, features, anchors, numbers, cache.buffers, cache.window)
-        return hidden.clone()
+        with self._graphs.lock:  # until the result is out of the graph's own memory
+            hidden = self._graphs(self._drafter(), block, features, anchors, numbers, cache.buffers, cache.window)
+            return hidden.clone()
 
 
 def _draft(
@@ -92,7 +101,9 @@ def _draft(
     lengths, counts = numbers[0, :, None], numbers[1, :, None]
     slots = torch.arange(block.shape[1], device=block.device)[None]
     hidden_column = buffers[0][0].shape[1] - 1
-    columns = torch.where(slots < counts, lengths + slots, hidden_column)
+    real = slots < counts
+    columns = torch.where(real, lengths + slots, hidden_column)
+    features = torch.where(real[..., None], features, 0)  # what is hidden must be finite, or it shows
     ends = lengths + counts
     cache = StaticDraftCache(len(buffers), batch_size=block.shape[0], columns=hidden_column, buffers=buffers)
     cache.window = window
@@ -108,3 +119,10 @@ def compiled_draft(drafter: DFlashDraftModel, compile_config: CompileConfig) -> 
         drafter, compile_config: see `CompiledDraft`.
     """
     return graphs_of(drafter, repr(compile_config.to_dict()), lambda: CompiledDraft(drafter, compile_config))
+
+
+def can_be_compiled(drafter: DFlashDraftModel, target: nn.Module) -> bool:
+    """Whether a configuration that compiles the target's forward pass is one for the drafter too."""
+    quantizer = getattr(drafter, "hf_quantizer", None)
+    same_kind = drafter.norm.weight.device.type == target.device.type
+    return same_kind and (quantizer is None or quantizer.is_compileable)

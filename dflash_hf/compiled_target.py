@@ -48,7 +48,8 @@ class CompiledForward:
         Returns:
             the model's outputs, and a state `[b, n, H_t]` for each tap.
         """
-        with self._graphs.lock, capture.suspended(), self._capture:
+        # A compiled function reads the hooks; other threads' calls may come and go only before and after it.
+        with self._capture.lock, self._graphs.lock, capture.suspended(), self._capture:
             outputs, states = self._graphs(self._target(), self._capture, inputs)
             # The next run of a CUDA graph writes into the same memory.
             outputs.logits = outputs.logits.clone()

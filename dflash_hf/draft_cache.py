@@ -131,9 +131,11 @@ class StaticDraftCache(DraftCache):
         self.batch_size, self.columns = batch_size, columns
         self.buffers = [] if buffers is None else buffers
 
-    def has_room(self, batch_size: int, columns: int) -> bool:
-        """Whether it is for `batch_size` sequences of up to `columns` rows."""
-        return self.batch_size == batch_size and self.columns >= columns
+    def clear(self) -> None:
+        """Forget what an earlier call left: what a mask hides must be finite, or it shows."""
+        for pair in self.buffers:
+            for buffer in pair:
+                buffer.zero_()
 
     def place(self, columns: torch.LongTensor, *, row_ends: torch.LongTensor, end: int, first: int = 0) -> None:
         """As `DraftCache.place`, but all columns are returned, whatever `first` is."""
@@ -144,7 +146,7 @@ class StaticDraftCache(DraftCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DraftCache.update`, but with all columns."""
         if layer_idx == len(self.buffers):
-            self.buffers.append((self._empty(keys), self._empty(values)))
+            self.buffers.append((self._empty(keys), self._empty(keys)))
         rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
         seen = []
         for buffer, new in zip(self.buffers[layer_idx], (keys, values)):
@@ -166,7 +168,7 @@ class StaticDraftCache(DraftCache):
         return all(_takes(buffer, parameter) for pair in self.buffers for buffer in pair)
 
     def load(self, cache: DraftCache, *, length: int) -> None:
-        """Take over the first `length` columns of another cache, as far as it has them."""
+        """Take over the first `length` columns of another cache, which has as many."""
         columns = torch.arange(length, device=cache._buffers[0][0].device).expand(self.batch_size, -1)
         self.place(columns, row_ends=columns[:, 0], end=length)
         for layer_idx, (keys, values) in enumerate(cache._buffers):

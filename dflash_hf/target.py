@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -154,6 +155,10 @@ def position_limit(target: nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
+# A lock for each target's hooks.
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
 class _Recording:
     """`FeatureCapture.recording` without a generator, whose set-up costs more than the rest in a small round."""
 
@@ -182,10 +187,12 @@ class FeatureCapture:
 
     Attributes:
         runs_eagerly: whether the target was compiled by the user.
+        lock: of the target's hooks; held while they change, and by who cannot bear that.
     """
 
     def __init__(self, target: nn.Module, layer_ids: list[int]):
         self.layers = decoder_layers(target)
+        self.lock = _HOOKS.setdefault(target, threading.RLock())
         # Gemma 3n's layers carry several streams [streams, b, n, H]; the active one is the hidden state.
         self._stream = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self.layer_ids = list(layer_ids)
@@ -196,17 +203,19 @@ class FeatureCapture:
         self._handles: list[Any] = []
 
     def __enter__(self) -> FeatureCapture:
-        for layer_id in sorted(set(self.layer_ids)):
-            if layer_id == -1:
-                hook = self.layers[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
-            else:
-                hook = self.layers[layer_id].register_forward_hook(self._recorder(layer_id))
-            self._handles.append(hook)
+        with self.lock:
+            for layer_id in sorted(set(self.layer_ids)):
+                if layer_id == -1:
+                    hook = self.layers[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
+                else:
+                    hook = self.layers[layer_id].register_forward_hook(self._recorder(layer_id))
+                self._handles.append(hook)
         return self
 
     def __exit__(self, *exc_info) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        with self.lock:
+            while self._handles:
+                self._handles.pop().remove()
         self._states.clear()
 
     def _active(self) -> bool:

@@ -18,6 +18,7 @@ LAYERS = [
         "masks",
         "draft_cache",
         "graphs",
+        "transfers",
         "configuration_checks",
         "inherited",
         "training.anchors",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..transfers import on_device
 from .acceptance import accept_greedy, accept_one, accept_sampled
 from .draws import draw
 from .outputs import OutputRecorder
@@ -79,6 +80,13 @@ class Acceptor:
             else 0
             for i, row in enumerate(rows)
         ]
+
+    def what_will_be(self, rows: list[int], proposals: torch.LongTensor) -> torch.LongTensor:
+        """`proposals [n, k]` with the padding that rows in step get after their end, so that the target runs on it."""
+        ended = [i for i, row in enumerate(rows) if not self.live[row]]
+        if not ended or not self.in_step or self.stop.pad_token is None:
+            return proposals
+        return proposals.index_fill(0, on_device(ended, proposals.device), self.stop.pad_token)
 
     def _all_at_once(
         self, rows: list[int], logits: torch.Tensor, draft: torch.LongTensor, draft_scores: torch.Tensor | None

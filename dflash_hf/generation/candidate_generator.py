@@ -12,6 +12,7 @@ from ..draft_cache import DraftCache
 from ..draft_head import DraftHead, without_empty_rows
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
+from ..transfers import on_device
 from .draft_context import DraftContext
 from .draws import draw
 from .processors import Processors
@@ -86,16 +87,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.rows = list(range(batch_size))
         masks = torch.full((batch_size, self.block_size), config.mask_token_id)
         # The mask rows are the same in every round; only slot 0 changes.
-        self._set_block(self.head.embed(masks).to(self.device).clone())
+        self._block = self.head.embed(masks).to(self.device).clone()
 
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the batch only."""
         self.context.select(rows)
-        self._set_block(self._block[torch.tensor(rows, device=self.device)])
+        self._block = self._block[on_device(rows, self.device)]
         self.rows = [self.rows[row] for row in rows]
-
-    def _set_block(self, block: torch.Tensor) -> None:
-        self._block, self._first_slot = block, block.narrow(1, 0, 1)
 
     def draft_logits(self, anchor: torch.LongTensor, num_tokens: int) -> torch.Tensor:
         """Raw draft logits `[b, num_tokens, V]` for the tokens after `anchor [b, 1]`, before any correction.
@@ -103,7 +101,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         They cover the frequent tokens alone where the drafter has an index of them and no processor looks at token ids.
         The whole trained block goes through the drafter; only the first `num_tokens` proposals go through the head.
         """
-        self._first_slot.copy_(self.head.embed(anchor))
+        self._block.narrow(1, 0, 1).copy_(self.head.embed(anchor))
         hidden = self.context.hidden_states(self._block)
         self._hidden = self.head.slots(hidden, num_tokens)  # of this draft, for heads that walk over it
         return self.head.frequent_logits(self._hidden) if self._narrow else self.head.logits(self._hidden)

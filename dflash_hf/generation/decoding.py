@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..compiled_draft import compiled_draft
+from ..compiled_draft import can_be_compiled, compiled_draft
 from ..modeling_dflash import DFlashDraftModel
 from ..target import FeatureCapture, check_compatibility, position_limit
 from .acceptor import Acceptor
@@ -146,7 +146,7 @@ class DFlashDecoding:
             ),
         )
         outputs = self.forward.prefill()
-        if self.forward.compiled is not None:
+        if self.forward.compiled is not None and can_be_compiled(self.drafter, self.target):
             self.generator.context.use_graphs(
                 compiled_draft(self.drafter, self.forward.compiled.config), columns=self.forward.cache.get_max_length()
             )
@@ -260,6 +260,7 @@ class DFlashDecoding:
                 self.rows, live=self.acceptor.live, limit=budget, pending=pending
             )
             budget = proposals.shape[1]
+            proposals = self.acceptor.what_will_be(self.rows, proposals)
         else:
             proposals, draft_scores = sequences.window(self.rows, newest, 0), None
         self.stats.draft_seconds += time.perf_counter() - started

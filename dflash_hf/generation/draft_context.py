@@ -11,6 +11,7 @@ from ..draft_cache import DraftCache
 from ..errors import DFlashConfigError
 from ..modeling_dflash import DFlashDraftModel
 from ..pretrained import CONTEXT_WINDOW
+from ..transfers import on_device
 
 # Rounds without a draft gather features; this many go into the cache at once.
 _MOST_PENDING = 64
@@ -25,7 +26,7 @@ class Pending:
         positions: `[b, n]`; where rows are contiguous `[1, n + B]`, those of the next block included.
         counts: real features of each sequence.
         anchors: `[b, 1]` positions of the next blocks' first slots; None where rows are contiguous.
-        real: `[b, n]`, which features those are; None where rows are contiguous: all of them.
+        real: `[b, n]`, which features those are; None for the first ones.
     """
 
     features: torch.Tensor
@@ -121,6 +122,7 @@ class DraftContext:
         if self.contiguous:
             if counts is not None and counts[0] < features.shape[1]:
                 features, position_ids = features[:, : counts[0]], position_ids[:, : counts[0]]
+            anchors = position_ids[:, -1:] + 1
             if real is not None:
                 features, position_ids = (
                     features[:, real[0].to(features.device)],
@@ -128,29 +130,39 @@ class DraftContext:
                 )
             count = features.shape[1]
             if position_ids.shape[1] == count:
-                position_ids = self._with_block(position_ids, position_ids[:, -1:] + 1)
+                position_ids = self._with_block(position_ids, position_ids[:, -1:] + 1 if count else anchors)
             self._take(Pending(features, position_ids, [count]))
             return
-        prefix = counts is not None
-        if prefix:
-            columns = torch.arange(features.shape[1], device=self.device)
-            real = columns < torch.tensor(counts, device=self.device)[:, None]
-        elif real is None:
-            real = torch.ones(features.shape[:2], dtype=torch.bool, device=self.device)
-            counts = [features.shape[1]] * features.shape[0]
+        of_a_round = counts is not None
+        if of_a_round:
+            anchors = position_ids[:, :1] + on_device(counts, self.device)[:, None]
         else:
+            anchors = position_ids[:, -1:] + 1
+            counts = [features.shape[1]] * len(features)
+        if real is not None:
             real = real.to(self.device)
-            counts = real.sum(dim=1).tolist()
-        anchors = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
+            newest = torch.where(real, position_ids, -1).amax(dim=1, keepdim=True) + 1
+            anchors = torch.where(real.any(dim=1, keepdim=True), newest, anchors)
+            counts = real.sum(dim=1).tolist()  # one transfer a call, of a batch's prompts
         new = Pending(features, position_ids, counts, anchors, real)
         if self._graphs is None:
+            new.real = self._real(new)
+            # What is hidden must be finite, or it shows.
+            new.features = features.masked_fill(~new.real[..., None], 0)
             self._take(new)
             return
         # A graph takes what one round keeps, the first rows of each sequence. The rest goes into the cache as it is.
         self.flush()
         self.pending = new
-        if not prefix or features.shape[1] > self.block_size:
+        if not of_a_round or features.shape[1] > self.block_size:
             self.flush()
+
+    def _real(self, new: Pending) -> torch.BoolTensor:
+        """Which features `[b, n]` are real."""
+        if new.real is not None:
+            return new.real
+        columns = torch.arange(new.features.shape[1], device=self.device)
+        return columns < on_device(new.counts, self.device)[:, None]
 
     def _with_block(self, positions: torch.LongTensor, anchors: torch.LongTensor) -> torch.LongTensor:
         return torch.cat([positions, anchors + self._offsets], dim=1)
@@ -177,7 +189,7 @@ class DraftContext:
         new = self.pending
         if new is None or not new.features.shape[1]:
             return
-        if new.real is not None:
+        if new.anchors is not None:
             self._place(new, block=False)
         positions = new.positions[:, : new.features.shape[1]]
         self.drafter.append_context(new.features, position_ids=positions, cache=self.cache)
@@ -185,15 +197,16 @@ class DraftContext:
         self.pending = None
         if self._graphs is not None:  # where the next block begins is still needed
             nothing = new.features[:, :0], new.positions[:, :0], [0] * len(self.lengths)
-            self.pending = Pending(*nothing, new.anchors, new.real[:, :0])
+            self.pending = Pending(*nothing, new.anchors)
 
     def _place(self, new: Pending, *, block: bool) -> None:
         """Tell the cache where the rows of `new`, and of a block after them, go in each sequence."""
         ends = [length + count for length, count in zip(self.lengths, new.counts)]
         extra = self.block_size if block else 0
         end = max(ends) + extra
-        starts = torch.tensor([self.lengths, ends], device=self.device)[..., None]
-        columns = torch.where(new.real, starts[0] + new.real.cumsum(dim=1) - 1, end)
+        starts = on_device([self.lengths, ends], self.device)[..., None]
+        real = self._real(new)
+        columns = torch.where(real, starts[0] + real.cumsum(dim=1) - 1, end)
         if block:
             columns = torch.cat([columns, starts[1] + self._offsets], dim=1)
         window = self.cache.window
@@ -202,7 +215,7 @@ class DraftContext:
 
     def select(self, rows: list[int]) -> None:
         """Go on with some sequences only."""
-        index = torch.tensor(rows, device=self.device)
+        index = on_device(rows, self.device)
         new = self.pending
         if new is not None:
             features, positions, anchors, real = (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..transfers import on_device
 from .block_length import BlockLength, best_length, chances
 from .candidate_generator import DFlashCandidateGenerator
 from .copying import Copy, Copying
@@ -193,13 +194,13 @@ class Proposer:
         """`[batch_size, count]`; rows without a copy, or with a shorter one, hold something to be rejected."""
         rows = [copies[index].tokens[:count] if index in copies else [] for index in range(batch_size)]
         rows = [row + [0] * (count - len(row)) for row in rows]
-        return torch.tensor(rows, dtype=torch.long, device=self.sequences.ids.device).view(batch_size, count)
+        return on_device(rows, self.sequences.ids.device).view(batch_size, count)
 
     def _mixed(
         self, tokens: torch.LongTensor, scores: torch.Tensor | None
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Put copies in the place of drafts; a copy's q is 1 at its token."""
-        index = torch.tensor(list(self._copies), device=tokens.device)
+        index = on_device(list(self._copies), tokens.device)
         copied = self._of_copies(len(tokens), self._copies, tokens.shape[1])[index]
         tokens = tokens.index_copy(0, index, copied)
         if scores is not None:

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from ..errors import UnsupportedGenerationError
+from ..transfers import on_device
 
 # Layers whose rows can be moved apart from each other.
 _MOVABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
@@ -122,10 +123,10 @@ class _Pick:
         self.start = starts[0]
         self.count = count
         self.aligned = min(starts) == max(starts) and self.start >= 0 and self.start + count <= held
-        self.rows = None if rows is None else torch.tensor(rows, device=device)
+        self.rows = None if rows is None else on_device(rows, device)
         if not self.aligned:
             which = torch.arange(len(starts), device=device) if rows is None else self.rows
-            columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+            columns = on_device(starts, device)[:, None] + torch.arange(count, device=device)
             self.index = which[:, None], columns.clamp(0, held - 1)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

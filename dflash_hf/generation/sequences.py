@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..transfers import on_device
+
 
 class Sequences:
     """Ids in a buffer that grows by doubling.
@@ -48,8 +50,8 @@ class Sequences:
         if len(rows) == self.batch_size and min(starts) == max(starts):
             return self.ids.narrow(1, starts[0], count)
         device = self.ids.device
-        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
-        return self.ids[torch.tensor(rows, device=device)[:, None], columns]
+        columns = on_device(starts, device)[:, None] + torch.arange(count, device=device)
+        return self.ids[on_device(rows, device)[:, None], columns]
 
     def followed_by(self, proposals: torch.LongTensor, *, rows: list[int], starts: list[int]) -> torch.LongTensor:
         """The ids of each row from column `starts[i]` to its newest one, then `proposals [len(rows), k]`.
@@ -81,11 +83,11 @@ class Sequences:
             if count == 1 or self._proposed_to == row:
                 self._views[row].narrow(1, start + count - 1, 1).fill_(new[-1])
             else:
-                self._views[row].narrow(1, start, count).copy_(torch.tensor([new], device=device))
+                self._views[row].narrow(1, start, count).copy_(on_device([new], device))
             return
         # One copy to the device for all rows. What pads a shorter one is not counted later on either.
         values = [[row, self.lengths[row], *new, *[0] * (count - len(new))] for row, new in zip(rows, tokens)]
-        values = torch.tensor(values, device=device)
+        values = on_device(values, device)
         self.ids[values[:, :1], values[:, 1:2] + torch.arange(count, device=device)] = values[:, 2:]
 
     def result(self, pad_token: int | None) -> torch.LongTensor:
@@ -94,6 +96,6 @@ class Sequences:
         ids = self.ids[:, :longest]
         if min(self.lengths) == longest:
             return ids
-        ends = torch.tensor(self.lengths, device=ids.device)[:, None]
+        ends = on_device(self.lengths, ids.device)[:, None]
         past_end = torch.arange(longest, device=ids.device) >= ends
         return ids.masked_fill(past_end, pad_token)

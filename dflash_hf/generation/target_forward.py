@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ..errors import UnsupportedGenerationError
 from ..target import FeatureCapture
+from ..transfers import on_device
 from .compiled import compiled_verification
 
 # transformers 5.24 renamed generate's and forward's `past_key_values` (of Mamba: `cache_params`) to `cache`.
@@ -183,7 +184,7 @@ class TargetForward:
         start = starts[0]
         if min(starts) == max(starts):
             return values.narrow(-1, start, count)
-        columns = torch.tensor(starts, device=values.device)[:, None] + torch.arange(count, device=values.device)
+        columns = on_device(starts, values.device)[:, None] + torch.arange(count, device=values.device)
         values = values.expand(*values.shape[:-2], len(starts), values.shape[-1])
         return values.gather(-1, columns.expand(*values.shape[:-1], count))
 
@@ -193,13 +194,13 @@ class TargetForward:
         total = self._masked + longest + count
         if min(starts) == longest:
             return self._mask[:, :total] if self._mask_is_given else None
-        shift = torch.tensor([longest - start for start in starts], device=self._mask.device)[:, None]
+        shift = on_device([longest - start for start in starts], self._mask.device)[:, None]
         columns = torch.arange(total, device=self._mask.device) - shift
         return self._mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0)
 
     def select(self, rows: list[int]) -> None:
         """Go on with these rows only; the cache is the caller's to change."""
-        index = torch.tensor(rows, device=self.input_ids.device)
+        index = on_device(rows, self.input_ids.device)
         self.input_ids = self.input_ids[index]
         for name, value in self._start.items():
             if value is not None:

@@ -1,5 +1,6 @@
-"""A backend of torch.compile that counts, and the options of a call that compiles on every device."""
+"""Backends of torch.compile that count or reuse memory, and the options of a call that compiles on every device."""
 
+import torch
 from transformers import CompileConfig
 
 
@@ -20,6 +21,26 @@ class Graphs:
 
     def __deepcopy__(self, memo):  # transformers copies the arguments of torch.compile
         return self
+
+
+class SameMemory(Graphs):
+    """A backend whose results lie in memory that the next run of the graph writes into, as those of CUDA graphs do."""
+
+    def __call__(self, graph, inputs):
+        self.made += 1
+        kept = []
+
+        def run(*args):
+            self.runs += 1
+            results = graph.forward(*args)
+            if not kept:
+                kept.extend(each.clone() if isinstance(each, torch.Tensor) else each for each in results)
+            for old, new in zip(kept, results):
+                if isinstance(new, torch.Tensor):
+                    old.copy_(new)
+            return tuple(kept)
+
+        return run
 
 
 def options(backend, **more):

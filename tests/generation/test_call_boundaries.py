@@ -5,13 +5,23 @@ import copy
 import pytest
 import torch
 from fuzz_targets import build_target
-from generation_helpers import CACHE_NAME, assisted, cache_of, drafter_for, plain, prompt, small_target
+from generation_helpers import (
+    CACHE_NAME,
+    assisted,
+    cache_of,
+    drafter_for,
+    needs_static_rollback,
+    plain,
+    prompt,
+    small_target,
+)
 from knowing_drafter import padded_batch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from target_families import family_target
 
-from dflash_hf import DFlashSession
+from dflash_hf import DFlashCandidateGenerator, DFlashSession
 from dflash_hf.errors import UnsupportedGenerationError
+from dflash_hf.generation.acceptor import Acceptor
 from dflash_hf.target import embed_tokens
 
 NEW = 12
@@ -22,6 +32,62 @@ def rows_that_end_early(target):
     inputs = padded_batch([7, 4, 6], seed=5)
     text = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
     return inputs, int(text[0, 7 + 3])
+
+
+@needs_static_rollback
+def test_second_turn_on_a_static_cache_of_rows_that_ended_apart():
+    """Rows go in step there: under the padding of one that has ended lies what the target makes of padding."""
+    target = small_target()
+    drafter = drafter_for(target)
+    ids = torch.tensor([[3, 8, 21, 40], [7, 9, 5, 9], [11, 17, 30, 2]])
+    target._previous_max_cache_length = 100
+    eos = int(plain(target, ids, max_new_tokens=30)[1, 8])
+    call = {"cache_implementation": "static", "max_new_tokens": 30, "eos_token_id": eos, "pad_token_id": 0}
+    call |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    text = plain(target, ids, **call).sequences
+    ended = (text == eos).any(dim=1)
+    assert ended.any() and not ended.all()
+    # Drafts that are right for the rows that go on, so that several tokens are kept at once beside the padding.
+    caches = [cache_of(copy.deepcopy(plain(target, ids, **call)))]
+    real = DFlashCandidateGenerator.draft_logits
+    lengths = []
+
+    def draft_logits(self, anchor, num_tokens):
+        logits = real(self, anchor, num_tokens).clone()
+        start = ids.shape[1] + lengths[-1]
+        known = text[:, start : start + num_tokens]
+        logits[:, : known.shape[1]].scatter_(-1, known[..., None], 1e4)
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        observe = Acceptor.__call__
+
+        def count(self, *args, **more):
+            kept = observe(self, *args, **more)
+            lengths.append(max(self.sequences.lengths) - ids.shape[1])
+            return kept
+
+        patch.setattr(Acceptor, "__call__", count)
+        patch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
+        output = assisted(target, drafter, ids, **call)
+    assert torch.equal(output.sequences, text) and drafter.last_generation_stats.acceptance_length > 3
+    caches.append(cache_of(output))
+    following = torch.cat([text, torch.tensor([[5, 6], [7, 8], [9, 10]])], dim=1)
+    more = {"max_new_tokens": 20, "attention_mask": torch.ones_like(following)}
+    turns = [plain(target, following, cache=copy.deepcopy(cache), **more) for cache in caches]
+    assert torch.equal(*turns)
+
+
+def test_a_turn_without_a_token_that_is_seen(target):
+    """Its one new token is masked: the drafter has no new context, and the next block begins where it would."""
+    drafter = drafter_for(target)
+    first = {"max_new_tokens": 6, "return_dict_in_generate": True}
+    output = assisted(target, drafter, prompt(9), attention_mask=torch.ones(1, 9, dtype=torch.long), **first)
+    mask = torch.ones_like(output.sequences)
+    mask[:, -1] = 0
+    more = {"attention_mask": mask, "max_new_tokens": 8}
+    expected = plain(target, output.sequences, cache=copy.deepcopy(cache_of(output)), **more)
+    assert torch.equal(assisted(target, drafter, output.sequences, cache=cache_of(output), **more), expected)
 
 
 @pytest.mark.parametrize("masked", [True, False])

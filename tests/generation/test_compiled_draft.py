@@ -1,11 +1,13 @@
 """Draft forward passes as graphs over a static draft cache: what the drafter gives as it is."""
 
 import gc
+import sys
+import threading
 import weakref
 
 import pytest
 import torch
-from compiled_helpers import Graphs, options
+from compiled_helpers import Graphs, SameMemory, options
 from conftest import tiny_drafter, tiny_target
 from generation_helpers import assisted, cache_of, drafter_for, needs_static_rollback, plain, prompt
 from transformers import CompileConfig, GenerationConfig
@@ -196,11 +198,83 @@ def test_buffers_are_used_again(pair, graphs):
     pool = compiled_draft(drafter, call["compile_config"])
     ids = torch.arange(4, 20)[None]
     assisted(target, drafter, ids, **call)
-    buffers, made = pool._free.buffers, graphs.made
+
+    def buffers(batch_size: int) -> list[int]:
+        (cache,) = (cache for (rows, _), cache in pool._free.items() if rows == batch_size)
+        return [tensor.data_ptr() for pair in cache.buffers for tensor in pair]
+
+    first, made = buffers(1), graphs.made
     assisted(target, drafter, ids[:, :12], **call)
-    assert pool._free.buffers is buffers and graphs.made == made
+    assert buffers(1) == first and graphs.made == made
     assisted(target, drafter, ids.repeat(3, 1), **call)
-    assert pool._free.buffers is not buffers
+    others, made = buffers(3), graphs.made
+    for rows in (1, 3, 1):
+        assisted(target, drafter, ids.repeat(rows, 1), **call)
+    assert buffers(1) == first and buffers(3) == others and graphs.made == made
+
+
+def test_free_caches_are_few_and_of_the_size_of_a_call(pair):
+    """A draft attends to all columns, so a longer cache is not taken for a short call; and only some are kept."""
+    pool = CompiledDraft(pair[1], config_of(Graphs()))
+    for columns in (40, 30000, 40, 100, 200, 300):
+        cache = pool.take_cache(batch_size=1, columns=columns)
+        assert columns <= cache.columns < columns + 8
+        pool.give_back(cache)
+    assert len(pool._free) == 4 and max(cache.columns for cache in pool._free.values()) < 400
+
+
+def test_what_a_call_left_behind_does_not_show(pair, graphs):
+    """Buffers are used again; not-a-number times zero is not a number."""
+    target, drafter = pair
+    ids = torch.arange(4, 20)[None]
+    call = options(graphs, max_new_tokens=30)
+    expected = rounds_with(target, drafter, ids, **call)
+
+    pool = compiled_draft(drafter, call["compile_config"])
+    for tensor in (tensor for cache in pool._free.values() for each in cache.buffers for tensor in each):
+        tensor.fill_(torch.nan)
+    found = rounds_with(target, drafter, ids, **call)
+    assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+
+
+@torch.no_grad()
+def test_two_threads():
+    """A result is taken out of the graph's memory before another thread's run writes over it."""
+    target = tiny_target(layers=3)
+    drafter = tiny_drafter(target, **WIDE)
+    graphs = CompiledDraft(drafter, config_of(SameMemory()))
+    width, size, hidden = drafter.fc.in_features, drafter.config.block_size, drafter.config.hidden_size
+
+    def run(seed, cache):
+        torch_generator = torch.Generator().manual_seed(seed)
+        block = torch.randn(1, size, hidden, generator=torch_generator)
+        features = torch.randn(1, 3, width, generator=torch_generator)
+        return graphs(block, features, torch.tensor([[3]]), lengths=[0], counts=[3], cache=cache)
+
+    caches = [graphs.take_cache(batch_size=1, columns=30) for _ in range(2)]
+    for cache in caches:  # makes the buffers
+        cache.place(torch.zeros(1, 1, dtype=torch.long), row_ends=torch.ones(1, dtype=torch.long), end=1)
+        drafter.append_context(torch.ones(1, 1, width), position_ids=torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    expected = [run(seed, cache) for seed, cache in enumerate(caches)]
+    wrong = []
+
+    def many(seed):
+        with torch.no_grad():
+            for _ in range(300):
+                if not torch.allclose(run(seed, caches[seed]), expected[seed], atol=1e-4):
+                    wrong.append(seed)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=many, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 def test_the_drafter_is_not_kept_alive():
