@@ -167,10 +167,12 @@ class Acceptor:
             chosen = None if self.do_sample else scores.argmax(dim=-1).tolist()
             tokens, agreed = [], position < count
             for row in range(batch):
+                proposal = proposals[row][position] if position < count else None
                 if not self.live[row] and self.stop.pad_token is not None:
                     tokens.append(self.stop.pad_token)
+                    # The target ran on the proposal, and its state would stay under the padding.
+                    agreed = agreed and proposal == self.stop.pad_token
                     continue
-                proposal = proposals[row][position] if position < count else None
                 if chosen is not None:
                     token, accepted = chosen[row], chosen[row] == proposal
                 else:
