@@ -122,7 +122,7 @@ class DraftContext:
         if self.contiguous:
             if counts is not None and counts[0] < features.shape[1]:
                 features, position_ids = features[:, : counts[0]], position_ids[:, : counts[0]]
-            anchors = position_ids[:, -1:] + 1
+            given = position_ids
             if real is not None:
                 features, position_ids = (
                     features[:, real[0].to(features.device)],
@@ -130,7 +130,8 @@ class DraftContext:
                 )
             count = features.shape[1]
             if position_ids.shape[1] == count:
-                position_ids = self._with_block(position_ids, position_ids[:, -1:] + 1 if count else anchors)
+                newest = position_ids if count else given
+                position_ids = self._with_block(position_ids, newest[:, -1:] + 1)
             self._take(Pending(features, position_ids, [count]))
             return
         of_a_round = counts is not None
