@@ -56,7 +56,7 @@ def accept_sampled(
         q = functional.pad(draft_scores.softmax(dim=-1), (0, 0, 0, 1))
     proposed = draft[..., None]
     kept = torch.rand(proposed.shape, device=p.device) * q.gather(-1, proposed) < p.gather(-1, proposed)
-    accepted = kept.long().cumprod(dim=1).sum(dim=1, keepdim=True)  # [b, 1, 1]
+    accepted = kept.cumprod(dim=1, dtype=torch.long).sum(dim=1, keepdim=True)  # [b, 1, 1]
     at = accepted.expand(-1, -1, p.shape[-1])
     last = draw(_residual(p.gather(1, at), q.gather(1, at)))[:, 0]
     values = torch.cat([accepted[:, 0], draft, last], dim=1).tolist()
@@ -93,6 +93,6 @@ def accept_one(
 
 
 def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(0, p - q) over the last dimension, not normalised; p itself where rounding leaves nothing."""
-    residual = (p - q).clamp(min=0)
-    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
+    """max(0, p - q), not normalised; p itself where rounding leaves nothing."""
+    # Next to a residual that is not 0 the share of p is far below rounding.
+    return torch.add((p - q).clamp(min=0), p, alpha=1e-30)

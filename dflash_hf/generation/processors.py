@@ -42,6 +42,8 @@ _PREFIX = (
 # The same, but they hold the prompts of the whole batch, so rows cannot be shown to them one at a time.
 _BATCH_PREFIX = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
 
+# None of the row-wise ones looks at it.
+_NO_PREFIX = torch.empty((1, 0), dtype=torch.long)
 # Vocabularies of this many times top-k are worth a first look for the largest scores.
 _LARGE = 16
 
@@ -106,7 +108,9 @@ class Processors:
             return logits
         rows = logits.flatten(0, 1)
         split = self._draft_top_k if draft else self._top_k
-        if split and rows.device.type == "cpu" and rows.shape[-1] >= _LARGE * processors[split - 1].top_k:
+        if draft and split and rows.shape[-1] > processors[split - 1].top_k:
+            rows = _top_k_only(processors[:split], processors[split:], rows)
+        elif split and rows.device.type == "cpu" and rows.shape[-1] >= _LARGE * processors[split - 1].top_k:
             rows = _top_k_first(processors[:split], processors[split:], rows)
         else:
             rows = _apply(processors, rows)
@@ -115,9 +119,8 @@ class Processors:
 
 def _apply(processors: list[hf.LogitsProcessor], rows: torch.Tensor) -> torch.Tensor:
     """Row-wise processors on `rows [n, V]`."""
-    no_prefix = torch.empty((rows.shape[0], 0), dtype=torch.long, device=rows.device)  # none of them looks at it
     for processor in processors:  # the list's own call inspects every signature, which takes longer
-        rows = processor(no_prefix, rows)
+        rows = processor(_NO_PREFIX, rows)
     return rows
 
 
@@ -130,6 +133,16 @@ def _end_of_top_k(processors: LogitsProcessorList) -> int:
     before, after = set(names[: end - 1]), set(names[end:])
     simple = before <= {"TemperatureLogitsWarper"} and after <= {"TopPLogitsWarper", "MinPLogitsWarper"}
     return end if simple and processors[end - 1].filter_value == -float("inf") else 0
+
+
+def _top_k_only(
+    until_top_k: list[hf.LogitsProcessor], after: list[hf.LogitsProcessor], rows: torch.Tensor
+) -> torch.Tensor:
+    """The processors on each row's `top_k` largest scores, whichever of equal ones that are: for drafts, where any
+    distribution keeps the output exact."""
+    largest, ids = rows.topk(until_top_k[-1].top_k, dim=-1)
+    kept = _apply(after, _apply(until_top_k[:-1], largest))
+    return torch.full_like(rows, -torch.inf).scatter_(-1, ids, kept)
 
 
 def _top_k_first(

@@ -37,6 +37,21 @@ def test_same_scores(name, processors, dtype):
     assert torch.equal(scores[0], on_whole_rows(processors, logits))
 
 
+@pytest.mark.parametrize(("name", "processors"), lists(), ids=[name for name, _ in lists()])
+def test_scores_of_drafts(name, processors):
+    """The same where scores differ; among equal ones any may stay, but as many and no other tokens."""
+    logits = 3 * torch.randn((1, 24, V), generator=torch.Generator().manual_seed(0))
+    logits[0, 3, 5:] = -torch.inf
+    ours = Processors(LogitsProcessorList(processors))
+    assert torch.equal(ours.on_rows(logits.clone(), draft=True)[0], on_whole_rows(processors, logits))
+    for small in (logits[..., :60], logits[..., :7]):
+        assert torch.equal(ours.on_rows(small.clone(), draft=True)[0], on_whole_rows(processors, small))
+    logits[0, 2, 100:400] = 99.0
+    scores = ours.on_rows(logits.clone(), draft=True)[0, 2]
+    kept = scores > -torch.inf
+    assert kept.any() and kept.nonzero().min() >= 100 and kept.nonzero().max() < 400
+
+
 def test_equal_scores_at_a_cut_need_the_whole_row(monkeypatch):
     """Without the look at equal scores the check above fails, and with it most rows are still short ones."""
     given = []
