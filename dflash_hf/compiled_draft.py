@@ -98,6 +98,7 @@ def _draft(
     buffers: list[tuple[torch.Tensor, torch.Tensor]],
     window: int | None,
 ) -> torch.Tensor:
+    """As `CompiledDraft.__call__`, with `features [b, B, K * H_t]` and `numbers [2, b]`, the lengths and the counts."""
     lengths, counts = numbers[0, :, None], numbers[1, :, None]
     slots = torch.arange(block.shape[1], device=block.device)[None]
     hidden_column = buffers[0][0].shape[1] - 1

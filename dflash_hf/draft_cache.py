@@ -144,7 +144,16 @@ class StaticDraftCache(DraftCache):
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *, block_length: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DraftCache.update`, but with all columns."""
+        """Put keys and values `[b, kv_heads, n, head_dim]` where `place` said, and return views of all columns.
+
+        Args:
+            keys, values: of the new rows.
+            layer_idx: of the draft layer.
+            block_length: not used; the mask knows where the block begins.
+
+        Returns:
+            two of `[b, kv_heads, columns + 1, head_dim]`.
+        """
         if layer_idx == len(self.buffers):
             self.buffers.append((self._empty(keys), self._empty(keys)))
         rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
@@ -168,7 +177,7 @@ class StaticDraftCache(DraftCache):
         return all(_takes(buffer, parameter) for pair in self.buffers for buffer in pair)
 
     def load(self, cache: DraftCache, *, length: int) -> None:
-        """Take over the first `length` columns of another cache, which has as many."""
+        """Take over the first `length` columns of a cache of as many sequences, which has as many columns or more."""
         columns = torch.arange(length, device=cache._buffers[0][0].device).expand(self.batch_size, -1)
         self.place(columns, row_ends=columns[:, 0], end=length)
         for layer_idx, (keys, values) in enumerate(cache._buffers):

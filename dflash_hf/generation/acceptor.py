@@ -81,7 +81,7 @@ class Acceptor:
             for i, row in enumerate(rows)
         ]
 
-    def what_will_be(self, rows: list[int], proposals: torch.LongTensor) -> torch.LongTensor:
+    def with_padding(self, rows: list[int], proposals: torch.LongTensor) -> torch.LongTensor:
         """`proposals [n, k]` with the padding that rows in step get after their end, so that the target runs on it."""
         ended = [i for i, row in enumerate(rows) if not self.live[row]]
         if not ended or not self.in_step or self.stop.pad_token is None:

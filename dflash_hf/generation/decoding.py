@@ -260,7 +260,7 @@ class DFlashDecoding:
                 self.rows, live=self.acceptor.live, limit=budget, pending=pending
             )
             budget = proposals.shape[1]
-            proposals = self.acceptor.what_will_be(self.rows, proposals)
+            proposals = self.acceptor.with_padding(self.rows, proposals)
         else:
             proposals, draft_scores = sequences.window(self.rows, newest, 0), None
         self.stats.draft_seconds += time.perf_counter() - started
