@@ -1,6 +1,7 @@
 """The example scripts, run on the recorded tiny pair through the functions that a user's command line calls."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -222,3 +223,21 @@ def test_benchmark_compiled_gives_the_same_tokens(pair, tmp_path):
     loops = [result[name] for name in ("plain", "plain, compiled", "DFlash", "DFlash, compiled")]
     assert all(loop["same_tokens"] and loop["tokens"] == 12 for loop in loops)
     assert result["DFlash, compiled"]["capture_seconds"] > 0
+
+
+def test_varied_questions_have_other_numbers_of_the_same_kind_and_other_names(tmp_path):
+    data, file, again = tmp_path / "q.jsonl", tmp_path / "varied.jsonl", tmp_path / "again.jsonl"
+    question = "Mary paid $1,200 for 2 desks and 1/8 of 350 chairs at $3.50. Then Mary sold 350 for Tom, Marybeth saw."
+    data.write_text(json.dumps({"question": question}) + "\n" + json.dumps({"question": "None of them?"}) + "\n")
+    pattern = (
+        r"(?P<a>[A-Z][a-z]+) paid \$1,(?P<hundreds>[3-9]|\d)00 for 2 desks and 1/[3-9] of (?P<chairs>[1-9]\d0) chairs at "
+        r"\$[3-9]\.50\. Then (?P=a) sold (?P=chairs) for (?P<b>[A-Z][a-z]+), Marybeth saw\."
+    )
+    for output in (file, again):
+        run_example("vary_questions.py", "--data", str(data), "--output", str(output), "--copies", "20", "--seed", "3")
+    rows = [json.loads(line)["question"] for line in file.read_text().splitlines()]
+    assert len(rows) == 20 and len(set(rows)) == 20  # what has nothing to vary is left out
+    for row in rows:
+        match = re.fullmatch(pattern, row)
+        assert match and match["a"] != match["b"], row
+    assert file.read_bytes() == again.read_bytes()
