@@ -22,15 +22,16 @@ import typer
 
 from dflash_hf.data.sources import load_rows
 
-NAMES = (
-    "Adam Alex Alice Amy Andrew Anna Anthony Ben Beth Betty Bill Billy Bob Brian Carl Carol Charles Charlie Chris Claire "
-    "Cindy Dan Daniel Dave David Debra Diana Ed Elaine Ella Emily Emma Eric Ethan Eva Frank Fred Gary George Grace Greg "
-    "Hannah Harry Helen Henry Jack Jacob Jake James Jane Janet Jason Jeff Jenny Jerry Jessica Jill Jim Joe John Johnny "
-    "Jordan Josh Julia Karen Kate Katie Kelly Ken Kevin Kim Kyle Laura Lily Linda Lisa Lucy Luke Maria Mark Martha Mary "
-    "Matt Max Megan Melissa Mia Michael Mike Molly Nancy Nick Nina Noah Olivia Oscar Pam Paul Peter Rachel Randy Ray "
-    "Rebecca Robert Rose Roy Ryan Sally Sam Samantha Sara Sarah Sean Sharon Sophia Steve Susan Tim Tina Toby Tom Tommy "
-    "Tony Tracy Travis Violet Walter Wendy Will William Zoe"
-).split()
+_NAMES = """
+Adam Alex Alice Amy Andrew Anna Anthony Ben Beth Betty Bill Billy Bob Brian Carl Carol Charles Charlie Chris
+Claire Cindy Dan Daniel Dave David Debra Diana Ed Elaine Ella Emily Emma Eric Ethan Eva Frank Fred Gary George
+Grace Greg Hannah Harry Helen Henry Jack Jacob Jake James Jane Janet Jason Jeff Jenny Jerry Jessica Jill Jim
+Joe John Johnny Jordan Josh Julia Karen Kate Katie Kelly Ken Kevin Kim Kyle Laura Lily Linda Lisa Lucy Luke
+Maria Mark Martha Mary Matt Max Megan Melissa Mia Michael Mike Molly Nancy Nick Nina Noah Olivia Oscar Pam
+Paul Peter Rachel Randy Ray Rebecca Robert Rose Roy Ryan Sally Sam Samantha Sara Sarah Sean Sharon Sophia
+Steve Susan Tim Tina Toby Tom Tommy Tony Tracy Travis Violet Walter Wendy Will William Zoe
+"""
+NAMES = _NAMES.split()
 
 _VARIABLE = re.compile(r"(?<![\d.])[1-9]\d*?(?=0*(?!\d))|\b(?:" + "|".join(NAMES) + r")\b")
 
