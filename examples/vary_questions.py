@@ -37,7 +37,7 @@ _VARIABLE = re.compile(r"(?<![\d.])[1-9]\d*?(?=0*(?!\d))|\b(?:" + "|".join(NAMES
 
 
 def vary(*, question: str, random_state: random.Random) -> str:
-    """Return `question` with other numbers (of as many digits) and other first names."""
+    """Return `question` with numbers (of as many digits) and first names drawn anew; one may come out as it was."""
     chosen: dict[str, str] = {"1": "1", "2": "2"}
 
     def other(match: re.Match[str]) -> str:

@@ -230,7 +230,7 @@ def test_varied_questions_have_other_numbers_of_the_same_kind_and_other_names(tm
     question = "Mary paid $1,200 for 2 desks and 1/8 of 350 chairs at $3.50. Then Mary sold 350 for Tom, Marybeth saw."
     data.write_text(json.dumps({"question": question}) + "\n" + json.dumps({"question": "None of them?"}) + "\n")
     pattern = (
-        r"(?P<a>[A-Z][a-z]+) paid \$1,(?P<hundreds>[3-9]|\d)00 for 2 desks and 1/[3-9] of (?P<chairs>[1-9]\d0) chairs "
+        r"(?P<a>[A-Z][a-z]+) paid \$1,\d00 for 2 desks and 1/[3-9] of (?P<chairs>[1-9]\d0) chairs "
         r"at \$[3-9]\.50\. Then (?P=a) sold (?P=chairs) for (?P<b>[A-Z][a-z]+), Marybeth saw\."
     )
     for output in (file, again):
